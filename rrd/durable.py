@@ -1,0 +1,244 @@
+"""The only code that writes state to disk, and the promise it makes: durable, or not there.
+
+Every write is temp, fsync, rename, fsync of the directory (SQLite's discipline). After a failed fsync the page cache
+may lie, so a file is never fsynced twice: the caller throws the attempt away and writes new files from memory.
+
+All system calls go through a :class:`Disk`, so that a test can fail the n-th one, record them, or cut the power.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import os
+import secrets
+from collections.abc import Iterable
+from pathlib import Path
+from typing import IO, Union
+
+from rrd.errors import DiskTrouble, TryLater
+
+Bytes = Union[bytes, bytearray, memoryview]
+
+
+class Disk:
+    """The operating system's calls, one method each. Tests subclass it; the code below knows no other way to write."""
+
+    def open(self, path: Path, flags: int, mode: int = 0o640) -> int:
+        return os.open(path, flags | os.O_CLOEXEC, mode)
+
+    def allocate(self, fd: int, size: int) -> None:
+        try:
+            os.posix_fallocate(fd, 0, size)
+        except OSError as e:
+            if e.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):  # some filesystems cannot; write() will tell
+                raise
+
+    def write(self, fd: int, data: Bytes) -> int:
+        return os.write(fd, data)
+
+    def truncate(self, fd: int, size: int) -> None:
+        os.ftruncate(fd, size)
+
+    def fsync(self, fd: int) -> None:
+        os.fsync(fd)
+
+    def close(self, fd: int) -> None:
+        os.close(fd)
+
+    def mkdir(self, path: Path) -> None:
+        os.mkdir(path, 0o750)
+
+    def rename(self, old: Path, new: Path) -> None:
+        os.rename(old, new)
+
+    def symlink(self, target: str, path: Path) -> None:
+        os.symlink(target, path)
+
+    def unlink(self, path: Path) -> None:
+        os.unlink(path)
+
+    def rmdir(self, path: Path) -> None:
+        os.rmdir(path)
+
+    def free(self, path: Path) -> int:
+        """Bytes an unprivileged writer may still use on the filesystem of ``path``."""
+        s = os.statvfs(path)
+        return s.f_bavail * s.f_frsize
+
+
+DISK = Disk()
+_TROUBLE = {
+    errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up", errno.EROFS: "the disk is read-only",
+    errno.EIO: "the disk reports an input/output error",
+}
+TMP, TRASH = ".tmp-", ".trash-"
+
+
+def trouble(e: OSError, path: Path) -> DiskTrouble:
+    """The sentence for an operating-system error while writing ``path``."""
+    what = _TROUBLE.get(e.errno or 0, os.strerror(e.errno or 0).lower())
+    return DiskTrouble(f"{what}: cannot write {path}", hint="free space or mend the disk; rrd goes on by itself")
+
+
+def write_new(path: Path, chunks: Iterable[Bytes], *, size: int = 0, disk: Disk = DISK) -> tuple[int, str]:
+    """Write a file that must not exist yet and fsync it. Returns its size and sha256 hex, of the bytes in memory."""
+    fd = disk.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW)
+    digest, written = hashlib.sha256(), 0
+    try:
+        if size:
+            disk.allocate(fd, size)
+        for chunk in chunks:
+            digest.update(chunk)
+            written += _write_all(fd, chunk, disk)
+        disk.fsync(fd)
+    finally:
+        disk.close(fd)
+    return written, digest.hexdigest()
+
+
+def _write_all(fd: int, data: Bytes, disk: Disk) -> int:
+    view = memoryview(data).cast("B")
+    total = len(view)
+    while view:
+        n = disk.write(fd, view[: 1 << 26])
+        view = view[n:]
+    return total
+
+
+def fsync_dir(path: Path, *, disk: Disk = DISK) -> None:
+    fd = disk.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        disk.fsync(fd)
+    finally:
+        disk.close(fd)
+
+
+def make_dir(path: Path, *, disk: Disk = DISK) -> None:
+    """Make ``path`` and its missing parents, each durable in its parent."""
+    if path.is_dir():
+        return
+    make_dir(path.parent, disk=disk)
+    try:
+        disk.mkdir(path)
+    except FileExistsError:
+        return
+    fsync_dir(path.parent, disk=disk)
+
+
+def replace_file(path: Path, data: bytes, *, disk: Disk = DISK) -> None:
+    """Replace ``path`` so that after any crash it holds the old bytes or the new ones, whole."""
+    temp = path.parent / f"{TMP}{path.name}-{secrets.token_hex(4)}"
+    try:
+        write_new(temp, [data], disk=disk)
+        disk.rename(temp, path)
+        fsync_dir(path.parent, disk=disk)
+    except OSError as e:
+        _forget(temp, disk)
+        raise trouble(e, path) from e
+
+
+def _forget(path: Path, disk: Disk) -> None:
+    try:
+        disk.unlink(path)
+    except OSError:
+        pass  # it was renamed, was never there, or the sweep at the next start takes it
+
+
+class NewDirectory:
+    """A directory written beside its place and put there by one rename: whole, or not there.
+
+    Use as a context manager: ``add`` files, then ``commit``. Leaving without a commit removes the attempt.
+    """
+
+    def __init__(self, parent: Path, label: str, *, disk: Disk = DISK) -> None:
+        self.disk, self.parent = disk, parent
+        self.path = parent / f"{TMP}{label}-{secrets.token_hex(4)}"
+        self.committed = False
+
+    def __enter__(self) -> NewDirectory:
+        self.disk.mkdir(self.path)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self.committed:
+            remove_tree(self.path, disk=self.disk)
+
+    def add(self, name: str, chunks: Iterable[Bytes], *, size: int = 0) -> tuple[int, str]:
+        """Write one file durably. Returns its size and sha256 hex."""
+        return write_new(self.path / name, chunks, size=size, disk=self.disk)
+
+    def link(self, name: str, target: str) -> None:
+        """A relative symbolic link ``name`` to ``target``, which lies in the same directory."""
+        self.disk.symlink(target, self.path / name)
+
+    def commit(self, name: str, *, replace: bool = False) -> Path:
+        """Give the directory its name; when this returns, it survives any crash.
+
+        With ``replace`` a directory already there is moved to the trash first; a crash between the two renames leaves
+        it there, and the next commit or sweep removes it. Without, the name must be free.
+        """
+        final = self.parent / name
+        fsync_dir(self.path, disk=self.disk)
+        old: Path | None = None
+        if final.exists():
+            assert replace, f"{final} is there already"
+            old = self.parent / f"{TRASH}{name}-{secrets.token_hex(4)}"
+            self.disk.rename(final, old)
+        self.disk.rename(self.path, final)
+        self.committed = True
+        fsync_dir(self.parent, disk=self.disk)
+        if old is not None:
+            remove_tree(old, disk=self.disk)
+        return final
+
+
+def discard_dir(path: Path, *, disk: Disk = DISK) -> None:
+    """Remove a committed directory: renamed to the trash first, so that nobody ever sees half of it under its name."""
+    trash = path.parent / f"{TRASH}{path.name}-{secrets.token_hex(4)}"
+    disk.rename(path, trash)
+    remove_tree(trash, disk=disk)
+
+
+def remove_tree(path: Path, *, disk: Disk = DISK) -> None:
+    """Remove a temp or trash directory as far as possible; what resists is left for the next sweep."""
+    try:
+        for entry in os.scandir(path):
+            if entry.is_dir(follow_symlinks=False):
+                remove_tree(Path(entry.path), disk=disk)
+            else:
+                disk.unlink(Path(entry.path))
+        disk.rmdir(path)
+    except OSError:
+        pass
+
+
+def sweep(parent: Path, *, disk: Disk = DISK) -> int:
+    """Remove what an interrupted write left in ``parent`` (call it with the lock held). Returns how many."""
+    left = [p for p in parent.iterdir() if p.name.startswith((TMP, TRASH))] if parent.is_dir() else []
+    for path in left:
+        if path.is_dir() and not path.is_symlink():
+            remove_tree(path, disk=disk)
+        else:
+            _forget(path, disk)
+    return len(left)
+
+
+def lock(path: Path, *, what: str) -> IO[bytes]:
+    """Hold ``path`` exclusively for as long as the returned file is open.
+
+    Raises:
+        TryLater: somebody else holds it. ``what`` names the thing in the sentence.
+    """
+    try:
+        file = open(path, "ab")  # noqa: SIM115 (the caller keeps it open: closing it is what releases the lock)
+    except OSError as e:
+        raise trouble(e, path) from e
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as e:
+        file.close()
+        raise TryLater(f"{what} is in use by another process", hint="stop the other one, or give this one a directory "
+                       "of its own") from e
+    return file

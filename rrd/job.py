@@ -176,11 +176,11 @@ class JobSpec(BaseModel):
 
     method: Literal["lora", "full"] = "lora"
     """"lora" trains a small adapter, "full" all weights."""
-    lora_rank: int = Field(32, ge=1, le=4096)
+    lora_rank: int = Field(default=32, ge=1, le=4096)
     """Rank of the adapter's matrices."""
-    lora_alpha: float | None = Field(None, gt=0, le=1e6)
+    lora_alpha: float | None = Field(default=None, gt=0, le=1e6)
     """Scale of the adapter; left out: twice `lora_rank`."""
-    lora_dropout: float = Field(0.0, ge=0, lt=1)
+    lora_dropout: float = Field(default=0.0, ge=0, lt=1)
     """Share of the adapter's inputs dropped in each step."""
     lora_targets: Names | None = None
     """Names of the linear modules to adapt; left out: all linears of the blocks."""
@@ -189,38 +189,38 @@ class JobSpec(BaseModel):
     lora_rs: bool = False
     """Rank-stabilized LoRA: scale by alpha / sqrt(rank) in place of alpha / rank."""
 
-    lr: float = Field(2e-4, gt=0, le=10)
+    lr: float = Field(default=2e-4, gt=0, le=10)
     """Learning rate after warm-up."""
-    epochs: float = Field(1.0, gt=0, le=1e6)
+    epochs: float = Field(default=1.0, gt=0, le=1e6)
     """Passes over the data; may be a fraction. Not used when `max_steps` is given."""
     max_steps: Steps | None = None
     """Optimizer steps to train; wins over `epochs`."""
-    batch_size: int = Field(1, ge=1, le=65536)
+    batch_size: int = Field(default=1, ge=1, le=65536)
     """Samples in a micro-step."""
-    grad_accum: int = Field(1, ge=1, le=65536)
+    grad_accum: int = Field(default=1, ge=1, le=65536)
     """Micro-steps whose gradients make one step."""
-    seq_len: int = Field(512, ge=2, le=1_048_576)
+    seq_len: int = Field(default=512, ge=2, le=1_048_576)
     """Longest sample, in tokens."""
     too_long: Literal["truncate", "split"] = "truncate"
     """What to do with a longer sample: cut off its end, or make several of it."""
-    max_bad_lines: int = Field(100, ge=0, le=MAX_STEPS)
+    max_bad_lines: int = Field(default=100, ge=0, le=MAX_STEPS)
     """Damaged lines of data to skip before the job is refused."""
 
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """How the learning rate falls after warm-up."""
-    warmup_steps: int = Field(0, ge=0, le=MAX_STEPS)
+    warmup_steps: int = Field(default=0, ge=0, le=MAX_STEPS)
     """Steps over which the learning rate rises from 0."""
-    min_lr: float = Field(0.0, ge=0, le=10)
+    min_lr: float = Field(default=0.0, ge=0, le=10)
     """Learning rate at the end of the schedule."""
-    weight_decay: float = Field(0.0, ge=0, le=10)
+    weight_decay: float = Field(default=0.0, ge=0, le=10)
     """AdamW's decay of the weights."""
     betas: Betas = (0.9, 0.999)
     """AdamW's averaging of gradients and of their squares."""
-    eps: float = Field(1e-8, gt=0, le=1)
+    eps: float = Field(default=1e-8, gt=0, le=1)
     """AdamW's guard against division by zero."""
-    clip_norm: float = Field(1.0, ge=0, le=1e6)
+    clip_norm: float = Field(default=1.0, ge=0, le=1e6)
     """Longest gradient, all parameters together; 0 does not clip."""
-    seed: int = Field(0, ge=0, lt=2**63)
+    seed: int = Field(default=0, ge=0, lt=2**63)
     """Decides initial adapter, order of samples and dropout."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -232,16 +232,16 @@ class JobSpec(BaseModel):
 
     steps_per_visit: StepsOrAuto = "auto"
     """Steps a turn on the die; "auto" takes as many as fill `visit_seconds`."""
-    visit_seconds: float = Field(10.0, ge=0.01, le=3600)
+    visit_seconds: float = Field(default=10.0, ge=0.01, le=3600)
     """Length of a turn when `steps_per_visit` is "auto"."""
-    weight: float = Field(1.0, ge=0.001, le=1000)
+    weight: float = Field(default=1.0, ge=0.001, le=1000)
     """Share of the turns, against the other jobs' weights."""
     paused: bool = False
     """Keep the job, take no turns."""
 
     checkpoint_every: Cadence = "10min"
     """How often to save: a duration such as "10min", or a number of steps."""
-    keep: int = Field(3, ge=1, le=10_000)
+    keep: int = Field(default=3, ge=1, le=10_000)
     """Checkpoints to keep."""
     eval_data: AbsPath | None = None
     """Held-out data whose loss is measured."""

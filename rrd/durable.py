@@ -8,6 +8,7 @@ All system calls go through a :class:`Disk`, so that a test can fail the n-th on
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import hashlib
@@ -15,11 +16,11 @@ import os
 import secrets
 from collections.abc import Iterable
 from pathlib import Path
-from typing import IO, Union
+from typing import IO
 
 from rrd.errors import DiskTrouble, TryLater
 
-Bytes = Union[bytes, bytearray, memoryview]
+Bytes = bytes | bytearray | memoryview
 
 
 class Disk:
@@ -32,7 +33,7 @@ class Disk:
         try:
             os.posix_fallocate(fd, 0, size)
         except OSError as e:
-            if e.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):  # some filesystems cannot; write() will tell
+            if e.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):  # some filesystems cannot
                 raise
 
     def write(self, fd: int, data: Bytes) -> int:
@@ -74,6 +75,9 @@ _TROUBLE = {
     errno.EIO: "the disk reports an input/output error",
 }
 TMP, TRASH = ".tmp-", ".trash-"
+"""First letters of directories in the making and in the unmaking."""
+NEW = ".new-"
+"""First letters of a file in the making."""
 
 
 def trouble(e: OSError, path: Path) -> DiskTrouble:
@@ -129,7 +133,7 @@ def make_dir(path: Path, *, disk: Disk = DISK) -> None:
 
 def replace_file(path: Path, data: bytes, *, disk: Disk = DISK) -> None:
     """Replace ``path`` so that after any crash it holds the old bytes or the new ones, whole."""
-    temp = path.parent / f"{TMP}{path.name}-{secrets.token_hex(4)}"
+    temp = path.parent / f"{NEW}{path.name}-{secrets.token_hex(4)}"
     try:
         write_new(temp, [data], disk=disk)
         disk.rename(temp, path)
@@ -140,10 +144,8 @@ def replace_file(path: Path, data: bytes, *, disk: Disk = DISK) -> None:
 
 
 def _forget(path: Path, disk: Disk) -> None:
-    try:
+    with contextlib.suppress(OSError):  # it was renamed, was never there, or the sweep at the next start takes it
         disk.unlink(path)
-    except OSError:
-        pass  # it was renamed, was never there, or the sweep at the next start takes it
 
 
 class NewDirectory:
@@ -214,15 +216,41 @@ def remove_tree(path: Path, *, disk: Disk = DISK) -> None:
         pass
 
 
-def sweep(parent: Path, *, disk: Disk = DISK) -> int:
-    """Remove what an interrupted write left in ``parent`` (call it with the lock held). Returns how many."""
-    left = [p for p in parent.iterdir() if p.name.startswith((TMP, TRASH))] if parent.is_dir() else []
-    for path in left:
-        if path.is_dir() and not path.is_symlink():
-            remove_tree(path, disk=disk)
-        else:
-            _forget(path, disk)
-    return len(left)
+def sweep_dirs(parent: Path, *, disk: Disk = DISK) -> None:
+    """Remove the directories that an interrupted commit left in ``parent``. Only its one writer may call this."""
+    for path in _starting_with((TMP, TRASH), parent):
+        remove_tree(path, disk=disk)
+
+
+def sweep_files(parent: Path, *, disk: Disk = DISK) -> None:
+    """Remove what an interrupted ``replace_file`` left in ``parent``. Only its one writer may call this."""
+    for path in _starting_with((NEW,), parent):
+        _forget(path, disk)
+
+
+def _starting_with(prefixes: tuple[str, ...], parent: Path) -> list[Path]:
+    return [p for p in parent.iterdir() if p.name.startswith(prefixes)] if parent.is_dir() else []
+
+
+class Log:
+    """An append-only file whose length a checkpoint remembers, so that what came after can be cut off again."""
+
+    def __init__(self, path: Path, length: int, *, disk: Disk = DISK) -> None:
+        """Open or make ``path`` and cut it to ``length`` bytes. Shorter than that, it is kept as it is."""
+        self.disk = disk
+        self.fd = disk.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW)
+        self.length = min(length, os.fstat(self.fd).st_size)
+        disk.truncate(self.fd, self.length)
+
+    def append(self, data: bytes) -> None:
+        """Add ``data``; not durable before ``sync``."""
+        self.length += _write_all(self.fd, data, self.disk)
+
+    def sync(self) -> None:
+        self.disk.fsync(self.fd)
+
+    def close(self) -> None:
+        self.disk.close(self.fd)
 
 
 def lock(path: Path, *, what: str) -> IO[bytes]:

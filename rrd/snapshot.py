@@ -1,4 +1,4 @@
-"""What the daemon knows, at one instant, as data: the one source for ``rrd status``, metrics, the page and the status file.
+"""What the daemon knows, at one instant, as data: the one source of ``rrd status``, metrics and the status file.
 
 Times are Unix seconds, durations seconds, memory bytes. ``None`` means not known (yet).
 """

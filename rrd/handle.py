@@ -1,0 +1,247 @@
+"""The daemon's side of its workers: spawn, send, hear, and the ladder that ends one.
+
+A worker is alive while its socket is; a worker that reports nothing for too long is hung, however alive its process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+
+from rrd.errors import ProtocolError, RrdError
+from rrd.messages import REPORTS, Decoder, Failed, Message, Stop, encode
+
+PACKET = 1 << 16
+ASK_SECONDS, ABORT_SECONDS, KILL_SECONDS = 10.0, 5.0, 10.0
+"""The rungs of the ladder: how long a worker has to end after being asked, aborted, and killed."""
+
+
+class WorkerGone(RrdError):
+    """The worker ended, or was ended, before it answered."""
+
+
+class Nursery:
+    """Forks workers out of one process that has torch loaded; started on first use, again if it dies."""
+
+    def __init__(self) -> None:
+        self._process: asyncio.subprocess.Process | None = None
+        self._control: socket.socket | None = None
+        self._lock = asyncio.Lock()
+        self._ids = itertools.count()
+        self._born: dict[int, asyncio.Future[tuple[int, asyncio.Future[int]]]] = {}
+        self._ended: dict[int, asyncio.Future[int]] = {}
+        self._reader: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Start the process if none runs. It is ready to fork a second or so later; requests wait."""
+        async with self._lock:
+            if self._process is not None and self._process.returncode is None and self._reader is not None \
+                    and not self._reader.done():
+                return
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            ours.setblocking(False)
+            with theirs:
+                self._process = await asyncio.create_subprocess_exec(
+                    sys.executable, "-m", "rrd.worker.nursery", str(theirs.fileno()), pass_fds=[theirs.fileno()],
+                    stdin=asyncio.subprocess.DEVNULL, start_new_session=True, env=_environment())
+            self._control = ours
+            self._reader = asyncio.create_task(self._read(ours))
+
+    async def spawn(self, settings: dict[str, object]) -> tuple[int, socket.socket, asyncio.Future[int]]:
+        """A new worker: its pid, our end of its socket, and a future of its exit status.
+
+        Raises WorkerGone when the nursery dies meanwhile.
+        """
+        await self.start()
+        assert self._control is not None
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        number = next(self._ids)
+        born = self._born[number] = asyncio.get_running_loop().create_future()
+        with theirs:
+            try:
+                socket.send_fds(self._control, [json.dumps({**settings, "id": number}).encode()], [theirs.fileno()])
+            except OSError as e:
+                ours.close()
+                del self._born[number]
+                raise WorkerGone("the process that forks workers has ended") from e
+        try:
+            pid, ended = await asyncio.wait_for(born, 120)
+        except (asyncio.CancelledError, asyncio.TimeoutError) as e:
+            ours.close()
+            if isinstance(e, asyncio.CancelledError) and not born.cancelled():
+                raise  # it is we who are being cancelled, not the answer
+            raise WorkerGone("the process that forks workers has ended or does not answer") from e
+        return pid, ours, ended
+
+    async def _read(self, control: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            while packet := await loop.sock_recv(control, PACKET):
+                news = json.loads(packet)
+                pid = int(news["pid"])
+                ended = self._ended.setdefault(pid, loop.create_future())
+                if "id" in news and not (born := self._born.pop(news["id"])).done():
+                    born.set_result((pid, ended))
+                elif "status" in news and not ended.done():
+                    ended.set_result(int(news["status"]))
+                    del self._ended[pid]
+        except OSError:
+            pass  # the same as its end
+        finally:
+            control.close()
+            for future in [*self._born.values(), *self._ended.values()]:
+                if not future.done():
+                    future.cancel()  # nobody will know their status any more
+            self._born.clear()
+            self._ended.clear()
+
+    async def stop(self) -> None:
+        if self._control is not None and self._control.fileno() >= 0:
+            self._control.shutdown(socket.SHUT_RDWR)
+        if self._process is not None:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._process.wait(), 5)
+            if self._process.returncode is None:
+                self._process.kill()
+        if self._reader is not None:
+            await asyncio.wait([self._reader], timeout=1)
+
+
+def _environment() -> dict[str, str]:
+    """Idle OpenMP threads must sleep: spinning ones would eat into the next die's turn."""
+    return {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0", "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+            "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+
+
+class Worker:
+    """One worker process. ``on_report`` hears every report, the answers to ``ask`` included."""
+
+    def __init__(self, nursery: Nursery, settings: dict[str, object], on_report: Callable[[Message], None]) -> None:
+        self.nursery, self.settings, self.on_report = nursery, settings, on_report
+        self.pid: int | None = None
+        self.end = ""
+        """How it ended, as a sentence's half; empty while it lives."""
+        self._socket: socket.socket | None = None
+        self._exit: asyncio.Future[int] | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self._news = asyncio.Event()
+        self._answer: Message | None = None
+        self._awaited: tuple[type[Message], ...] = ()
+        self._ended_by = ""
+
+    @property
+    def alive(self) -> bool:
+        return self._reader is not None and not self.end
+
+    async def start(self) -> None:
+        self.pid, self._socket, self._exit = await self.nursery.spawn(self.settings)
+        self._reader = asyncio.create_task(self._read(self._socket))
+
+    async def ask(self, order: Message | None, *answers: type[Message], patience: Callable[[], float]) -> Message:
+        """Send ``order`` and wait for one of ``answers`` or Failed. Any report is a sign of life: only a silence of
+        ``patience()`` seconds is a hang, and ends the worker by the ladder.
+
+        Raises WorkerGone.
+        """
+        assert not self._awaited, "one question at a time"
+        self._awaited, self._answer = (*answers, Failed), None
+        try:
+            if order is not None:
+                await self.send(order)
+            while self._answer is None:
+                self._news.clear()
+                if self.end:
+                    raise WorkerGone(self.end)
+                try:
+                    await asyncio.wait_for(self._news.wait(), patience())
+                except asyncio.TimeoutError:
+                    await self.end_now(f"reported nothing for {patience():.0f} s")
+            return self._answer
+        finally:
+            self._awaited = ()
+
+    async def send(self, order: Message) -> None:
+        """Raises WorkerGone."""
+        if not self.alive or self._socket is None:
+            raise WorkerGone(self.end or "the worker is not running")
+        try:
+            await asyncio.get_running_loop().sock_sendall(self._socket, encode(order))
+        except OSError as e:
+            raise WorkerGone(self.end or "the worker closed its socket") from e
+
+    async def _read(self, sock: socket.socket) -> None:
+        loop, decoder = asyncio.get_running_loop(), Decoder(REPORTS)
+        try:
+            while data := await loop.sock_recv(sock, 1 << 16):
+                for report in decoder.feed(data):
+                    self._hear(report)
+        except ProtocolError as e:
+            self._ended_by = f"said what is no message: {e.message}"
+            self._signal(signal.SIGKILL)
+        except OSError:
+            pass  # reset is an end like any other
+        finally:
+            self.end = await self._how_it_ended()
+            self._news.set()
+            sock.close()
+
+    def _hear(self, report: Message) -> None:
+        if isinstance(report, self._awaited) and self._answer is None:
+            self._answer = report
+        self.on_report(report)
+        self._news.set()
+
+    async def _how_it_ended(self) -> str:
+        status: int | None = None
+        if self._exit is not None:
+            with contextlib.suppress(asyncio.TimeoutError, asyncio.CancelledError):
+                status = await asyncio.wait_for(asyncio.shield(self._exit), 2)
+        if status is None:
+            self._signal(signal.SIGKILL)  # its socket is closed but its end was not seen: make sure
+        if self._ended_by:
+            return f"the worker {self._ended_by} and was ended"
+        if status is None:
+            return "the worker closed its socket"
+        if status < 0:
+            return f"the worker was killed by {signal.Signals(-status).name}"
+        return f"the worker exited with status {status}"
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self.pid is not None and (self._exit is None or not self._exit.done()):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(self.pid, number)
+
+    async def _wait_end(self, seconds: float) -> bool:
+        if self._reader is not None:
+            await asyncio.wait([self._reader], timeout=seconds)
+        return not self.alive
+
+    async def stop(self, *, patience: float = ASK_SECONDS) -> None:
+        """The whole ladder: ask, abort with a stack dump on stderr, kill."""
+        if self.alive:
+            with contextlib.suppress(WorkerGone, asyncio.TimeoutError):
+                await asyncio.wait_for(self.send(Stop()), 1)
+        if not await self._wait_end(patience):
+            await self.end_now("did not stop when asked")
+
+    async def end_now(self, reason: str) -> None:
+        """The ladder's lower rungs, for a worker that no longer listens."""
+        self._ended_by = reason
+        for number, seconds in ((signal.SIGABRT, ABORT_SECONDS), (signal.SIGKILL, KILL_SECONDS)):
+            if not self.alive:
+                return
+            self._signal(number)
+            if await self._wait_end(seconds):
+                return
+        self.end = f"the worker {reason} and cannot be killed"
+        self._news.set()
+
+

@@ -1,0 +1,112 @@
+"""The ledger: the daemon's durable record of each job, one small JSON file in the job's directory.
+
+What training needs to go on is in the checkpoints; the ledger holds what only the daemon knows: whether the job ended
+and how, what was announced, and what the user asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from rrd import durable
+from rrd.durable import DISK, Disk
+from rrd.errors import Damaged
+from rrd.job import JOB_ID
+from rrd.states import JobState
+
+FORMAT = 1
+FILE, JOB_FILE = "ledger.json", "job.toml"
+
+
+class Record(BaseModel):
+    """One job as the daemon remembers it across restarts."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    format: int = FORMAT
+    id: str
+    state: JobState = JobState.WAITING
+    why: str = ""
+    hint: str = ""
+    submitted_at: float = 0.0
+    """The job file's time, Unix seconds: the order of the queue."""
+    announced_step: int = 0
+    """The newest checkpoint said to be durable. With none valid on disk the job must not start at step 0."""
+    announced_at: float | None = None
+    crashes: int = 0
+    """Worker deaths on this job's visits since its last new step."""
+    best_step: int = 0
+    """The furthest step ever reported, so that a new step can be told from a repeated one."""
+    user_paused: bool = False
+    samples: int | None = None
+    finished_at: float | None = None
+    failed_facts: str = ""
+    """What the files named by a failed job looked like; when that changes, it is tried again."""
+
+
+class Ledger:
+    """Reads and writes the records below ``root`` (``<state_dir>/jobs``). Its calls block."""
+
+    def __init__(self, root: Path, *, disk: Disk = DISK) -> None:
+        self.root, self.disk = root, disk
+
+    def dir(self, job: str) -> Path:
+        assert JOB_ID.fullmatch(job)
+        return self.root / job
+
+    def load(self) -> tuple[dict[str, Record], list[str]]:
+        """All records, and a sentence for each that could not be read; those are kept aside, and the job is known
+        again by its job file and its checkpoints."""
+        records, faults = {}, []
+        for path in sorted(self.root.iterdir()) if self.root.is_dir() else []:
+            if not JOB_ID.fullmatch(path.name) or not path.is_dir():
+                continue
+            durable.sweep_files(path, disk=self.disk)
+            try:
+                record = _read(path / FILE, path.name)
+            except FileNotFoundError:
+                continue  # a crash between making the directory and writing the first record
+            except Damaged as e:
+                self.disk.rename(path / FILE, path / f".bad-{FILE}-{os.urandom(4).hex()}")
+                faults.append(e.message)
+                continue
+            records[path.name] = record
+        return records, faults
+
+    def save(self, record: Record, job_toml: str | None = None) -> None:
+        """Write the record (and the job file as accepted) durably. Raises DiskTrouble."""
+        path = self.dir(record.id)
+        try:
+            durable.make_dir(path, disk=self.disk)
+        except OSError as e:
+            raise durable.trouble(e, path) from e
+        if job_toml is not None:
+            durable.replace_file(path / JOB_FILE, job_toml.encode(), disk=self.disk)
+        durable.replace_file(path / FILE, record.model_dump_json(indent=1).encode() + b"\n", disk=self.disk)
+
+    def job_toml(self, job: str) -> bytes | None:
+        """The job file as it was accepted, or None."""
+        try:
+            return (self.dir(job) / JOB_FILE).read_bytes()
+        except OSError:
+            return None
+
+
+def _read(path: Path, job: str) -> Record:
+    data = path.read_bytes()
+    try:
+        body = json.loads(data)
+        if isinstance(body, dict) and isinstance(body.get("format"), int) and body["format"] > FORMAT:
+            raise Damaged(f"{path} is of format {body['format']}, and this rrd knows {FORMAT}; it was set aside",
+                          hint="install the rrd that wrote it, or a newer one")
+        record = Record.model_validate(body)
+    except (ValueError, RecursionError) as e:
+        reason = e.errors()[0]["msg"] if isinstance(e, ValidationError) else str(e)
+        raise Damaged(f"{path} is damaged and was set aside: {reason}") from e
+    if record.id != job:
+        raise Damaged(f"{path} is of another job, {record.id!r}, and was set aside")
+    return record

@@ -1,0 +1,240 @@
+"""What the daemon and a worker say to each other: typed messages in length-prefixed JSON frames on a socketpair.
+
+A frame is a 4-byte big-endian length and that many bytes of JSON with a ``kind``. Floats travel as their shortest
+repr, so a loss arrives with the bits it left with. Anything else on the wire is a :class:`ProtocolError`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from rrd.errors import ProtocolError
+from rrd.job import JobSpec
+
+MAX_FRAME = 1 << 20
+
+
+class Message(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
+
+
+# --- daemon to worker -------------------------------------------------------------------------------------------------
+
+
+class Prepare(Message):
+    """Tokenize the job's data and digest its base model into the cache. Touches no die. Answer: Prepared."""
+
+    kind: Literal["prepare"] = "prepare"
+    job: str
+    spec: JobSpec
+
+
+class Load(Message):
+    """Make the job resident: base, adapter, optimizer, newest valid checkpoint. Answer: Loaded.
+
+    ``expect_step``: the newest announced checkpoint; with none on disk the load fails instead of starting at step 0.
+    """
+
+    kind: Literal["load"] = "load"
+    job: str
+    spec: JobSpec
+    expect_step: int = 0
+
+
+class Run(Message):
+    """One visit: up to ``steps`` steps or ``seconds``, whichever is first. Answers: Step each, then VisitDone.
+
+    With ``checkpoint`` the state is copied aside before VisitDone, and written to disk after it (Committed).
+    """
+
+    kind: Literal["run"] = "run"
+    job: str
+    steps: int
+    seconds: float | None = None
+    total: int
+    round: int = 0
+    checkpoint: bool = False
+    keep: int = 3
+    eval_every: int | None = None
+    on_nan: Literal["stop", "skip"] = "stop"
+
+
+class Export(Message):
+    """Write the adapter as it stands to ``output``, checked. Answer: Exported."""
+
+    kind: Literal["export"] = "export"
+    job: str
+    output: str
+
+
+class Evict(Message):
+    """Forget the job, after its writes have ended. Answer: Evicted."""
+
+    kind: Literal["evict"] = "evict"
+    job: str
+
+
+class Stop(Message):
+    """Finish the step, finish the writes, exit 0."""
+
+    kind: Literal["stop"] = "stop"
+
+
+# --- worker to daemon -------------------------------------------------------------------------------------------------
+
+
+class Ready(Message):
+    """The worker is up. ``model`` and ``memory_bytes`` describe the die; empty for a CPU die's unknowns."""
+
+    kind: Literal["ready"] = "ready"
+    pid: int
+    torch: str
+    preloaded: bool
+    model: str = ""
+    uuid: str = ""
+    pci_bus_id: str = ""
+    memory_bytes: int | None = None
+
+
+class Progress(Message):
+    """A heartbeat of long work: ``share`` done, 0 to 1."""
+
+    kind: Literal["progress"] = "progress"
+    job: str
+    what: str
+    share: float
+
+
+class Prepared(Message):
+    kind: Literal["prepared"] = "prepared"
+    job: str
+    samples: int
+    tokens: int
+    bad_lines: int
+    notes: list[str] = Field(default_factory=list)
+
+
+class Loaded(Message):
+    """``resumed`` is the checkpoint's step, None for a fresh start; ``fallbacks`` says which were damaged."""
+
+    kind: Literal["loaded"] = "loaded"
+    job: str
+    step: int
+    tokens: int
+    samples: int
+    seconds: float
+    resumed: int | None = None
+    fallbacks: list[str] = Field(default_factory=list)
+    notes: list[str] = Field(default_factory=list)
+    memory_bytes: int | None = None
+
+
+class Step(Message):
+    kind: Literal["step"] = "step"
+    job: str
+    step: int
+    loss: float | None
+    lr: float
+    grad_norm: float
+    tokens: int
+    seconds: float
+    applied: bool = True
+
+
+class Evaluated(Message):
+    kind: Literal["evaluated"] = "evaluated"
+    job: str
+    step: int
+    loss: float
+
+
+class VisitDone(Message):
+    """The die is idle and may be released. ``seconds`` is the time inside steps."""
+
+    kind: Literal["visit_done"] = "visit_done"
+    job: str
+    step: int
+    steps: int
+    seconds: float
+    copied: bool = False
+    copy_seconds: float = 0.0
+
+
+class Committed(Message):
+    """A checkpoint is durable."""
+
+    kind: Literal["committed"] = "committed"
+    job: str
+    step: int
+    bytes: int
+    seconds: float
+
+
+class CommitFailed(Message):
+    kind: Literal["commit_failed"] = "commit_failed"
+    job: str
+    step: int
+    message: str
+    hint: str = ""
+
+
+class Exported(Message):
+    kind: Literal["exported"] = "exported"
+    job: str
+    output: str
+    notes: list[str] = Field(default_factory=list)
+
+
+class Evicted(Message):
+    kind: Literal["evicted"] = "evicted"
+    job: str
+
+
+class Failed(Message):
+    """What was asked could not be done, and the worker is fit to go on. ``blame``: job, disk, plan or worker."""
+
+    kind: Literal["failed"] = "failed"
+    job: str
+    blame: Literal["job", "disk", "plan", "worker"]
+    message: str
+    hint: str = ""
+
+
+Order = Annotated[Prepare | Load | Run | Export | Evict | Stop, Field(discriminator="kind")]
+Report = Annotated[
+    Ready | Progress | Prepared | Loaded | Step | Evaluated | VisitDone | Committed | CommitFailed | Exported
+    | Evicted | Failed, Field(discriminator="kind")]
+ORDERS: TypeAdapter[Order] = TypeAdapter(Order)
+REPORTS: TypeAdapter[Report] = TypeAdapter(Report)
+
+
+def encode(message: Message) -> bytes:
+    body = message.model_dump_json().encode()
+    assert len(body) <= MAX_FRAME
+    return len(body).to_bytes(4, "big") + body
+
+
+class Decoder:
+    """Turns a stream of bytes into messages of one direction. Feed it what was read, take what is whole."""
+
+    def __init__(self, adapter: TypeAdapter[Order] | TypeAdapter[Report]) -> None:
+        self.adapter, self.buffer = adapter, bytearray()
+
+    def feed(self, data: bytes) -> Iterator[Message]:
+        """Yields the whole messages. Raises ProtocolError at the first byte that is none of ours."""
+        self.buffer += data
+        while len(self.buffer) >= 4:
+            size = int.from_bytes(self.buffer[:4], "big")
+            if size > MAX_FRAME:
+                raise ProtocolError(f"a frame of {size} bytes is no message")
+            if len(self.buffer) < 4 + size:
+                return
+            body = bytes(self.buffer[4 : 4 + size])
+            del self.buffer[: 4 + size]
+            try:
+                yield self.adapter.validate_json(body)
+            except ValidationError as e:
+                raise ProtocolError(f"not a message: {e.errors()[0]['msg']}") from e

@@ -1,0 +1,1 @@
+"""The worker: one process a die, which does what the daemon orders and decides nothing."""

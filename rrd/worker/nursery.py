@@ -1,0 +1,89 @@
+"""The nursery: one process that has imported torch and does nothing but fork workers.
+
+Importing torch costs a second and 200 MB; a fork of a process that has done so costs 10 ms and shares the memory.
+It must never compute anything (a fork after a multi-threaded operation hangs) and never touch a die.
+
+The daemon sends, over a SOCK_SEQPACKET socket, one JSON packet a worker together with the worker's own socket; the
+nursery answers ``{"pid"}`` and later ``{"pid", "status"}``. When the daemon's end closes, the nursery exits; workers
+see their own sockets close.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+import traceback
+
+PACKET = 1 << 16
+
+
+def main() -> None:
+    """``python -m rrd.worker.nursery FD``."""
+    control = socket.socket(fileno=int(sys.argv[1]))
+    import rrd.worker.loop  # brings torch, once, for all workers to come
+
+    assert rrd.worker.loop is not None
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C in the terminal is the daemon's to handle
+    wake_r, wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.set_wakeup_fd(wake_w, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    with selectors.DefaultSelector() as ready:
+        ready.register(control, selectors.EVENT_READ)
+        ready.register(wake_r, selectors.EVENT_READ)
+        while True:
+            for key, _ in ready.select():
+                if key.fileobj is control:
+                    _answer(control, (wake_r, wake_w))
+                else:
+                    os.read(wake_r, 4096)
+                    _reap(control)
+
+
+def _answer(control: socket.socket, private: tuple[int, int]) -> None:
+    packet, fds, _, _ = socket.recv_fds(control, PACKET, 1)
+    if not packet:
+        sys.exit(0)
+    request = json.loads(packet)
+    pid = os.fork()
+    if pid == 0:
+        _become_worker(control, private, fds[0], request)
+    os.close(fds[0])
+    control.send(json.dumps({"pid": pid, "id": request["id"]}).encode())
+
+
+def _become_worker(control: socket.socket, private: tuple[int, int], fd: int, request: dict[str, object]) -> None:
+    status = 1
+    try:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        control.close()
+        for other in private:
+            os.close(other)
+        from rrd.worker import entry
+
+        status = entry.main(socket.socket(fileno=fd), request)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)  # never unwind into the nursery's loop
+
+
+def _reap(control: socket.socket) -> None:
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        control.send(json.dumps({"pid": pid, "status": os.waitstatus_to_exitcode(status)}).encode())
+
+
+if __name__ == "__main__":
+    main()

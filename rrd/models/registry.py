@@ -1,0 +1,115 @@
+"""Which code reads which model directory. A family is added by one module and one line in ``FAMILIES``."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from rrd.errors import BadJob
+
+if TYPE_CHECKING:
+    from rrd.models.base import Base
+
+Shape = tuple[int, ...]
+
+
+class CausalLM(nn.Module):
+    """A language model. Shapes: B samples, T positions, C channels, V words of the vocabulary.
+
+    Module paths and parameter names are those of the model's files, which is what names an adapter's tensors.
+    """
+
+    config: Any
+    blocks: nn.ModuleList
+
+    @property
+    @abstractmethod
+    def head_weight(self) -> Tensor:
+        """[V, C]; the same tensor as the embedding's where they are tied."""
+
+    @abstractmethod
+    def hidden(
+        self,
+        idx: Tensor,
+        positions: Tensor | None = None,
+        *,
+        rows: Tensor | None = None,
+        checkpointing: bool = False,
+    ) -> Tensor:
+        """Activations after the final norm, [B, T, C], for ``idx`` [B, T] int64.
+
+        ``positions``: [T] int64, default 0..T-1. ``rows``: indices into the B*T positions, ascending; only these are
+        computed to the end, and the result is [len(rows), C]. ``checkpointing``: keep only each block's input, and
+        compute the block again in the backward pass.
+        """
+
+    def forward(self, idx: Tensor) -> Tensor:
+        """Logits [B, T, V], whole: for tests and for a look at a model, never for training."""
+        hidden = self.hidden(idx)
+        return nn.functional.linear(hidden, self.head_weight.to(hidden.dtype))
+
+
+class Family(Protocol):
+    """What rrd must know of a kind of model. All methods are pure; none reads a file."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def lora_targets(self) -> tuple[str, ...]:
+        """The linear modules that get an adapter when the job names none: last components of their paths."""
+
+    def matches(self, config: Mapping[str, Any], keys: Collection[str]) -> bool:
+        """Whether the model with this ``config.json`` ({} where there is none) and these tensors is of the family."""
+
+    def read_config(self, config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> Any:
+        """The sizes and switches of the model. Raises BadJob with one sentence for what the family cannot do."""
+
+    def tensors(self, config: Any) -> Mapping[str, Shape]:
+        """Every tensor the model needs, in the order they shall stand in memory: what multiplies together, together."""
+
+    def skeleton(self, config: Any, *, compute: torch.dtype) -> CausalLM:
+        """The module tree, to be called under the meta device; ``compute``: the dtype of activations."""
+
+
+def families() -> tuple[Family, ...]:
+    from rrd.models.llama import Llama
+
+    return (Llama(),)
+
+
+def family_of(config: Mapping[str, Any], keys: Collection[str], *, where: str = "") -> Family:
+    """The family that reads this model. Raises BadJob when none does."""
+    for family in families():
+        if family.matches(config, keys):
+            return family
+    kind = config.get("model_type")
+    raise BadJob(
+        f"no family knows this model (model_type {kind!r})", file=where,
+        hint="rrd reads " + ", ".join(f.name for f in families()),
+    )  # fmt: skip
+
+
+def build(base: Base) -> CausalLM:
+    """The module tree over ``base``'s tensors, by reference: models of one base share its memory.
+
+    A trainable base is moved into the model (``base.tensors`` is empty afterwards): its one copy is the model's.
+    """
+    with torch.device("meta"):
+        model = base.family.skeleton(base.config, compute=base.compute)
+    for name, tensor in base.tensors.items():
+        _place(model, name, nn.Parameter(tensor, requires_grad=base.trainable))
+    left = [n for n, p in model.named_parameters() if p.is_meta]
+    assert not left, f"tensors without a value: {left}"
+    if base.trainable:
+        base.tensors.clear()
+    return model
+
+
+def _place(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    path, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(path), leaf, parameter)

@@ -1,0 +1,174 @@
+"""AdamW (Loshchilov and Hutter, 2019) over one flat fp32 buffer.
+
+Parameters, gradients and both moments of a job stand in four 1-D tensors of one layout. A step is then a handful of
+calls however many tensors the job trains, a checkpoint is three copies, and neighbours in the layout (the adapters of
+q, k and v) can be multiplied as one matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from rrd.ops.grad import flat_grad
+
+
+class Slot(NamedTuple):
+    """Where one parameter stands in the flat buffers; ``offset`` and ``numel`` count elements."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+    numel: int
+
+
+class AdamW:
+    """AdamW with decoupled weight decay on matrices only; moments and masters are always fp32.
+
+    Taking over a parameter makes an fp32 one a view of ``flat["param"]``. One stored in another dtype keeps its
+    storage, in one buffer of its own dtype and the same layout, and is refreshed from its master after each step.
+
+    Gradients: backward passes write straight into ``grad`` (``rrd.ops.grad``) or leave a tensor in ``.grad``, which
+    is gathered when the window ends. ``zero_grad`` starts a new window.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[tuple[str, nn.Parameter]],
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        """``params``: (name, parameter) pairs, no parameter twice; of one device. Order is kept, matrices first."""
+        assert params and len({id(p) for _, p in params}) == len(params), "nothing to train, or a parameter twice"
+        ordered = [np for np in params if np[1].dim() >= 2] + [np for np in params if np[1].dim() < 2]
+        self.layout = _lay_out(ordered)
+        self.betas, self.eps, self.weight_decay = betas, eps, weight_decay
+        self.decayed = sum(s.numel for s in self.layout if len(s.shape) >= 2)
+        self.steps = 0
+        """Updates applied so far; the bias correction counts them."""
+        size, device = self.layout[-1].offset + self.layout[-1].numel, ordered[0][1].device
+        self.flat = {key: torch.zeros(size, device=device) for key in ("param", "exp_avg", "exp_avg_sq")}
+        self.grad = torch.zeros(size, device=device)
+        self._params = [p for _, p in ordered]
+        self._stored = self._take_over()
+
+    @property
+    def names(self) -> list[str]:
+        return [s.name for s in self.layout]
+
+    def view(self, key: str, slot: Slot) -> Tensor:
+        """One parameter's part of ``flat[key]`` or, for ``"grad"``, of the gradient."""
+        buffer = self.grad if key == "grad" else self.flat[key]
+        return buffer[slot.offset : slot.offset + slot.numel].view(slot.shape)
+
+    def zero_grad(self) -> None:
+        """Start a new window: what is written first overwrites, so nothing needs to be cleared."""
+        for p in self._params:
+            p.grad = None
+
+    def gather(self) -> Tensor:
+        """The window's whole gradient, flat: parameters that saw none have zeros there."""
+        for p, slot in zip(self._params, self.layout, strict=True):
+            view = flat_grad(p)
+            if p.grad is None:
+                view.zero_()
+            elif p.grad.data_ptr() != view.data_ptr():
+                view.copy_(p.grad.view(slot.shape))
+        return self.grad
+
+    def grad_norm(self) -> float:
+        """The L2 norm of the window's gradient."""
+        return float(torch.linalg.vector_norm(self.gather()))
+
+    @torch.no_grad()
+    def step(self, lr: float, scale: float = 1.0) -> None:
+        """One update with the gathered gradient times ``scale``; ``grad`` may be changed by it."""
+        self.steps += 1
+        self._update(slice(0, self.decayed), lr, self.weight_decay, scale)
+        self._update(slice(self.decayed, None), lr, 0.0, scale)
+        self.refresh()
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Bring what the model computes with in line with the masters: after a step, and after loading them."""
+        if self._stored is not None:
+            self._stored.copy_(self.flat["param"])
+
+    def _update(self, part: slice, lr: float, decay: float, scale: float) -> None:
+        p, g = self.flat["param"][part], self.grad[part]
+        m, v = self.flat["exp_avg"][part], self.flat["exp_avg_sq"][part]
+        if p.numel() == 0:
+            return
+        if _FUSED:
+            _fused(p, g, m, v, self.steps, lr=lr, betas=self.betas, eps=self.eps, decay=decay, scale=scale)
+        else:
+            _plain(p, g, m, v, self.steps, lr=lr, betas=self.betas, eps=self.eps, decay=decay, scale=scale)
+
+    @torch.no_grad()
+    def _take_over(self) -> Tensor | None:
+        """Point every parameter into the flat buffers; the buffer of those not stored in fp32, if there are any."""
+        dtypes = {p.dtype for p in self._params} - {torch.float32}
+        assert len(dtypes) <= 1 and (not dtypes or all(p.dtype != torch.float32 for p in self._params)), dtypes
+        stored = self.flat["param"].to(dtypes.pop()) if dtypes else None
+        for p, slot in zip(self._params, self.layout, strict=True):
+            master = self.view("param", slot)
+            master.copy_(p)
+            if stored is None:
+                p.data = master
+            else:
+                p.data = stored[slot.offset : slot.offset + slot.numel].view(slot.shape).copy_(p)
+            p.flat_grad = self.view("grad", slot)  # type: ignore[attr-defined]
+        return stored
+
+
+def _lay_out(params: Sequence[tuple[str, nn.Parameter]]) -> list[Slot]:
+    layout, offset = [], 0
+    for name, p in params:
+        layout.append(Slot(name, tuple(p.shape), offset, prod(p.shape)))
+        offset += p.numel()
+    return layout
+
+
+def _fused(
+    p: Tensor, g: Tensor, m: Tensor, v: Tensor, steps: int, *,
+    lr: float, betas: tuple[float, float], eps: float, decay: float, scale: float,
+) -> None:
+    """One pass over the four buffers. It divides the gradient by ``grad_scale``, so that clipping costs no pass."""
+    inverse = torch.tensor(1.0 / scale, device=g.device) if scale != 1.0 else None
+    torch._fused_adamw_(
+        [p], [g], [m], [v], [], [torch.tensor(float(steps), device=p.device)], lr=lr, beta1=betas[0], beta2=betas[1],
+        weight_decay=decay, eps=eps, amsgrad=False, maximize=False, grad_scale=inverse, found_inf=None,
+    )  # fmt: skip
+
+
+def _plain(
+    p: Tensor, g: Tensor, m: Tensor, v: Tensor, steps: int, *,
+    lr: float, betas: tuple[float, float], eps: float, decay: float, scale: float,
+) -> None:
+    """The reference, and what torch without the fused kernel for this device runs."""
+    if scale != 1.0:
+        g.mul_(scale)
+    p.mul_(1 - lr * decay)
+    m.lerp_(g, 1 - betas[0])
+    v.mul_(betas[1]).addcmul_(g, g, value=1 - betas[1])
+    root = v.sqrt().div_((1 - betas[1] ** steps) ** 0.5).add_(eps)
+    p.addcdiv_(m, root, value=-lr / (1 - betas[0] ** steps))
+
+
+def _has_fused() -> bool:
+    """Whether the fused kernel runs on CPUs here; torch got it after 2.0, and older ones raise."""
+    try:
+        one = [torch.ones(1) for _ in range(4)]
+        _fused(*one, 1, lr=0.0, betas=(0.9, 0.999), eps=1e-8, decay=0.0, scale=1.0)
+    except (AttributeError, NotImplementedError, RuntimeError, TypeError):
+        return False
+    return True
+
+
+_FUSED = _has_fused()

@@ -13,22 +13,24 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rrd import toml
 from rrd.errors import BadJob
+from rrd.job_keys import MAX_STEPS, AbsPath, Betas, Cadence, Die, Names, Quantize, Ranks, StepsOrAuto, parse_duration
 from rrd.text import one_line
 from rrd.toml import Fault, show
+
+if TYPE_CHECKING:
+    from rrd.config import Config
 
 JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
 """A job's id, by ``fullmatch`` only: it becomes a directory name and a metric label."""
 
 MAX_BYTES = 64 * 1024
 """A larger job file is refused unread."""
-
-MAX_STEPS = 10**9
 
 LIVE_KEYS = frozenset({"steps_per_visit", "visit_seconds", "weight", "max_steps", "epochs", "checkpoint_every", "keep",
                        "on_nan", "paused", "eval_every", "export_every"})
@@ -42,118 +44,6 @@ RESTART_KEYS = frozenset({"output", "eval_data", "export_merged", "resume"})
 
 PATH_KEYS = ("model", "data", "output", "tokenizer", "eval_data")
 
-_UNITS = {"s": 1, "sec": 1, "second": 1, "min": 60, "m": 60, "minute": 60, "h": 3600, "hour": 3600, "d": 86400,
-          "day": 86400}
-
-
-def parse_duration(text: str) -> float:
-    """Seconds in ``"90s"``, ``"10min"``, ``"1.5h"``. Raises ``Fault``."""
-    m = re.fullmatch(r"\s*([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*([a-z]+?)s?\s*", text.lower())
-    if not m or m[2] not in _UNITS:
-        raise Fault(f'must be a duration such as "10min", "90s" or "2h", not {show(text)}')
-    return float(m[1]) * _UNITS[m[2]]
-
-
-# ---- types of keys: each a function from what stands in the file to what is meant ------------------------------
-
-
-def _path(value: object) -> object:
-    if not isinstance(value, str):
-        return value  # pydantic says that it must be text
-    if not value or len(value.encode()) > 4096 or any(ord(c) < 32 or ord(c) == 127 for c in value):
-        raise Fault(f"is no path: {show(value)}", hint="give the full path of a file or directory")
-    if not value.startswith("/"):
-        raise Fault(f"must be a full path, not {show(value)}", hint="the service has no current directory: "
-                    "start with `/`, or use `rrd submit`, which fills it in")
-    return os.path.normpath(value)
-
-
-def _die(value: object) -> int | str:
-    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 10_000:
-        return value
-    if isinstance(value, str):
-        if value.isascii() and value.isdigit() and len(value) < 5:
-            return int(value)
-        if value == "auto" or re.fullmatch(r"GPU-[0-9a-fA-F-]{8,40}", value):
-            return value
-        if re.fullmatch(r"([0-9a-fA-F]{4,8}:)?[0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.[0-7]", value):
-            return value.lower()
-    raise Fault(f'must be "auto", a die\'s number, a UUID or a PCI address, not {show(value)}',
-                hint="`rrd dies` lists them")
-
-
-def _steps_or_auto(value: object) -> int | Literal["auto"]:
-    if value == "auto":
-        return "auto"
-    if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= 1_000_000:
-        return value
-    raise Fault(f'must be "auto" or a number of steps from 1 to 1,000,000, not {show(value)}')
-
-
-def _cadence(value: object) -> int | str:
-    if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_STEPS:
-        return value
-    if isinstance(value, str):
-        if not 1 <= parse_duration(value) <= 7 * 86400:
-            raise Fault(f"must be between 1 second and 7 days, not {show(value)}")
-        return value.strip()
-    raise Fault(f'must be a number of steps (at least 1) or a duration such as "10min", not {show(value)}')
-
-
-def _quantize(value: object) -> bool | Literal["int8"]:
-    if value is False:
-        return False
-    if value is True or value == "int8":
-        return "int8"
-    raise Fault(f'must be true, false or "int8", not {show(value)}')
-
-
-def _names(value: object) -> object:
-    """Lists of module names; JSON and TOML know no tuples."""
-    if not isinstance(value, (list, tuple)):
-        return value
-    for name in value:
-        if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_]{1,100}", name):
-            raise Fault(f'must list names of linear modules such as "q_proj", not {show(name)}')
-    if not value or len(set(value)) < len(value):
-        raise Fault("must name each module once, and at least one", hint="leave it out for the family's default")
-    return tuple(value)
-
-
-def _ranks(value: object) -> object:
-    if not isinstance(value, Mapping):
-        return value
-    for name, rank in value.items():
-        _names([name])
-        if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank <= 4096:
-            raise Fault(f"must give a rank from 1 to 4096 for each module, not {show(rank)} for {show(name)}")
-    return dict(value)
-
-
-def _betas(value: object) -> object:
-    if not isinstance(value, (list, tuple)):
-        return value
-    numbers = [float(b) for b in value if isinstance(b, (int, float)) and not isinstance(b, bool) and 0 <= b < 1]
-    if len(numbers) != 2 or len(value) != 2:
-        raise Fault("must be two numbers from 0 up to, not including, 1", hint="the usual ones are [0.9, 0.999]")
-    return tuple(numbers)
-
-
-def _schema(*kinds: dict[str, Any]) -> WithJsonSchema:
-    return WithJsonSchema({"anyOf": list(kinds)} if len(kinds) > 1 else kinds[0])
-
-
-AbsPath = Annotated[str, BeforeValidator(_path)]
-Die = Annotated["int | str", PlainValidator(_die), _schema({"type": "integer", "minimum": 0}, {"type": "string"})]
-StepsOrAuto = Annotated["int | Literal['auto']", PlainValidator(_steps_or_auto),
-                        _schema({"const": "auto"}, {"type": "integer", "minimum": 1, "maximum": 1_000_000})]
-Cadence = Annotated["int | str", PlainValidator(_cadence),
-                    _schema({"type": "integer", "minimum": 1}, {"type": "string", "examples": ["10min", "90s"]})]
-Quantize = Annotated["bool | Literal['int8']", PlainValidator(_quantize),
-                     _schema({"type": "boolean"}, {"const": "int8"})]
-Names = Annotated["tuple[str, ...]", BeforeValidator(_names)]
-Ranks = Annotated[dict[str, int], BeforeValidator(_ranks)]
-Betas = Annotated["tuple[float, float]", BeforeValidator(_betas)]
 Steps = Annotated[int, Field(ge=1, le=MAX_STEPS)]
 
 
@@ -365,3 +255,117 @@ def json_schema() -> dict[str, Any]:
     """The JSON Schema of a job file, for editors."""
     schema = JobSpec.model_json_schema()
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "rrd job file"}
+
+
+# ---- where a job may reach --------------------------------------------------------------------------------------
+
+
+def output_of(job_id: str, spec: JobSpec, config: Config) -> Path:
+    """The directory that the finished adapter of the job goes to."""
+    return Path(spec.output) if spec.output else config.adapters_dir / job_id
+
+
+def check_paths(job_id: str, spec: JobSpec, config: Config) -> None:
+    """Whether the job's paths, with every symbolic link followed, lie where ``config`` allows. Raises ``BadJob``.
+
+    Whether they exist is not asked: a model may come later, and the job waits for it.
+    """
+    for key, roots in (("model", config.model_roots), ("tokenizer", config.model_roots), ("data", config.data_roots),
+                       ("eval_data", config.data_roots)):
+        if path := getattr(spec, key):
+            _check_input(key, path, roots)
+    _check_output(job_id, spec, config)
+
+
+def _check_input(key: str, path: str, roots: tuple[Path, ...]) -> None:
+    real = _real(key, path)
+    if real.suffix.lower() in {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".npy"}:
+        raise BadJob(f"`{key}` is a {real.suffix} file, which may run code when it is opened: {show(path)}", key=key,
+                     hint=_CONVERT if key == "model" else "give text: a .jsonl or .txt file")
+    if key == "model" and real.suffix.lower() in {".safetensors", ".gguf", ".json"}:
+        raise BadJob(f"`model` must be a directory, not the file {show(path)}", key=key,
+                     hint="name the directory with config.json and *.safetensors")
+    if roots and not any(real.is_relative_to(os.path.realpath(root)) for root in roots):
+        which = "model_roots" if key in {"model", "tokenizer"} else "data_roots"
+        raise BadJob(f"`{key}` lies outside {which}: {show(str(real))}", key=key,
+                     hint="move it below one of " + ", ".join(map(str, roots)) + ", or have rrd.toml changed")
+
+
+_CONVERT = ("convert it: python -c 'from transformers import AutoModelForCausalLM as M; "
+            'M.from_pretrained("DIR").save_pretrained("NEW")\'')
+
+
+def _check_output(job_id: str, spec: JobSpec, config: Config) -> None:
+    """The export replaces its directory, so that must not hold anything else."""
+    out = _real("output", str(output_of(job_id, spec, config)))
+    shown = show(str(out))
+    if config.output_root and not out.is_relative_to(os.path.realpath(config.output_root)):
+        raise BadJob(f"`output` lies outside output_root: {shown}", key="output",
+                     hint=f"choose a directory below {config.output_root}, or have rrd.toml changed")
+    held = [p for p in (spec.model, spec.data, spec.tokenizer, spec.eval_data, str(config.adapters_dir)) if p]
+    own = (config.state_dir, config.cache_dir, config.run_dir, config.jobs_dir)
+    if any(_real("output", str(p)).is_relative_to(out) for p in (*held, *own)):
+        raise BadJob(f"`output` holds other things that the export would replace: {shown}", key="output",
+                     hint="choose a new directory for this job alone")
+    adapters = os.path.realpath(config.adapters_dir)
+    if not out.is_relative_to(adapters) and any(out.is_relative_to(os.path.realpath(p)) for p in own):
+        raise BadJob(f"`output` lies in one of rrd's own directories: {shown}", key="output",
+                     hint="choose another directory, or leave `output` out")
+
+
+def _real(key: str, path: str) -> Path:
+    try:
+        return Path(os.path.realpath(path))
+    except (OSError, ValueError) as e:
+        raise BadJob(f"`{key}` cannot be followed: {show(path)}: {e}", key=key) from None
+
+
+# ---- the older tool's list --------------------------------------------------------------------------------------
+
+
+def parse_legacy(data: bytes, *, name: str = "jobs.json", base: Path | None = None) -> list[tuple[str, JobSpec]]:
+    """The jobs in the older tool's file: a JSON array of tables with the keys of a job file, and no ids.
+
+    A job is named after its output, else after its data. Raises ``BadJob``.
+    """
+    jobs: list[tuple[str, JobSpec]] = []
+    ids: set[str] = set()
+    for number, values in enumerate(_json_tables(name, data), 1):
+        try:
+            spec = toml.check(JobSpec, _absolute(values, base) if base else values)
+        except Fault as e:
+            raise BadJob(f"job {number}: {e.message}", hint=e.hint, file=name, key=e.key) from None
+        job_id = _unique(_legacy_id(spec), ids)
+        ids.add(job_id.lower())
+        jobs.append((job_id, spec))
+    return jobs
+
+
+def _json_tables(name: str, data: bytes) -> list[dict[str, Any]]:
+    hint = "it should be a JSON array: [{\"model\": …, \"data\": …}, …]"
+    try:
+        jobs = json.loads(toml.decode(data))
+    except Fault as e:
+        said = e.message.replace("TOML", "JSON")
+        raise BadJob(said, hint="save the file as UTF-8 without BOM", file=name, line=e.line) from None
+    except json.JSONDecodeError as e:
+        raise BadJob(f"not JSON: {e.msg}", hint=hint, file=name, line=e.lineno) from None
+    except (ValueError, RecursionError):  # thousands of digits, thousands of brackets
+        raise BadJob("not a list of jobs", hint=hint, file=name) from None
+    if not isinstance(jobs, list) or not jobs or not all(isinstance(job, dict) for job in jobs):
+        raise BadJob("not a list of jobs", hint=hint, file=name)
+    return jobs
+
+
+def _legacy_id(spec: JobSpec) -> str:
+    stem = Path(spec.output or spec.data).stem
+    return re.sub(r"[^A-Za-z0-9_-]+", "-", stem).lstrip("-_")[:56].rstrip("-") or "job"
+
+
+def _unique(wanted: str, taken: set[str]) -> str:
+    """``wanted``, or with the first number from 2 that makes it new; names that differ in case only are not new."""
+    n, job_id = 1, wanted
+    while job_id.lower() in taken:
+        n += 1
+        job_id = f"{wanted}-{n}"
+    return job_id

@@ -1,0 +1,1 @@
+"""Training: data, loss, schedule, step, state and export of one job."""

@@ -1,0 +1,318 @@
+"""Records from a data file that nobody has checked yet: JSON lines in five shapes, or plain text.
+
+The file is read once, in bytes, and split on ``b"\\n"`` only (``str.splitlines`` would cut at U+2028). A line that
+cannot be used is named with its number and its reason and skipped; more of them than the job allows, and the job is
+refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO, NamedTuple, NoReturn
+
+from rrd.errors import BadJob
+from rrd.text import one_line
+
+LINE_LIMIT = 16 << 20
+"""Bytes a line may have: a file without line ends must not fill the memory."""
+
+TEXT_PIECE = 1 << 16
+"""About how many characters of plain text are handed on (and tokenized) at a time."""
+
+NAMED = 1000
+"""So many bad lines are named; beyond them they are only counted."""
+
+_JSON_LINES = {".jsonl", ".ndjson", ".json"}
+_SPEAKERS = {
+    "system": "system", "developer": "system", "user": "user", "human": "user", "tool": "tool", "function": "tool",
+    "assistant": "assistant", "gpt": "assistant", "model": "assistant", "bot": "assistant", "chatgpt": "assistant",
+}
+
+
+class Turn(NamedTuple):
+    """One speaker's words. ``role``: text, prompt, completion, system, user, tool or assistant.
+
+    Losses are taken on text, completion and assistant; the others are context.
+    """
+
+    role: str
+    text: str
+
+
+class Record(NamedTuple):
+    """One training example: where it starts, and its turns. ``continues``: more of the text of the record before."""
+
+    line: int
+    turns: tuple[Turn, ...]
+    continues: bool = False
+
+
+class BadLine(Exception):
+    """Why one line cannot be used."""
+
+
+@dataclass
+class BadLines:
+    """The lines that could not be used, up to ``limit`` of them.
+
+    Raises:
+        BadJob: from ``add``, at the first one beyond the limit.
+    """
+
+    file: str
+    limit: int
+    count: int = 0
+    named: list[tuple[int, str]] = field(default_factory=list)
+
+    def add(self, line: int, reason: str) -> None:
+        self.count += 1
+        if self.count > self.limit:
+            raise self._refusal(line, reason)
+        if len(self.named) < NAMED:
+            self.named.append((line, reason))
+
+    def check(self, count: int, named: list[tuple[int, str]]) -> None:
+        """Refuse what an earlier job, which allowed more bad lines, has read."""
+        if count > self.limit:
+            raise self._refusal(*named[min(self.limit, len(named) - 1)])
+
+    def _refusal(self, line: int, reason: str) -> BadJob:
+        more = f"; max_bad_lines = {self.limit} allows no more" if self.limit else ""
+        return BadJob(reason + more, file=self.file, line=line,
+                      hint="mend the file, or raise max_bad_lines to skip such lines")
+
+
+class DataFile:
+    """An open data file: its lines, how far it is read, and the digest of the bytes read so far."""
+
+    def __init__(self, path: str) -> None:
+        """Open ``path`` for one pass. Raises BadJob unless it is a regular, readable file of a kind we know."""
+        self.path = path
+        self.is_text = _kind(path)
+        self._file = open_regular(path, what="the data file")
+        self.size = os.fstat(self._file.fileno()).st_size
+        self.position = 0
+        self._sha = hashlib.sha256()
+
+    def __enter__(self) -> DataFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    @property
+    def sha256(self) -> str:
+        return self._sha.hexdigest()
+
+    def lines(self) -> Iterator[tuple[int, bytes | None]]:
+        """Each line as (number from 1, bytes without its end); None instead of bytes beyond LINE_LIMIT."""
+        number = 0
+        while line := self._read():
+            number += 1
+            if number == 1:
+                _check_start(line, self.path)
+                line = line.removeprefix(b"\xef\xbb\xbf")
+            if line.endswith(b"\n") or len(line) <= LINE_LIMIT:
+                yield number, line.removesuffix(b"\n").removesuffix(b"\r")
+            else:
+                self._skip_line()
+                yield number, None
+
+    def _read(self) -> bytes:
+        try:
+            line = self._file.readline(LINE_LIMIT + 1)
+        except OSError as e:
+            raise BadJob(f"cannot be read: {os.strerror(e.errno or 0).lower()}", file=self.path) from e
+        self._sha.update(line)
+        self.position += len(line)
+        return line
+
+    def _skip_line(self) -> None:
+        while (part := self._read()) and not part.endswith(b"\n"):
+            pass
+
+
+def open_regular(path: str, *, what: str) -> BinaryIO:
+    """Open an untrusted path for reading; a directory, a pipe or a device is refused instead of waited for."""
+    hint = "check the path, and that the daemon's user may read it"
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except (OSError, ValueError) as e:
+        why = os.strerror(e.errno).lower() if isinstance(e, OSError) and e.errno else str(e)
+        raise BadJob(f"{what} cannot be opened: {why}", file=path, hint=hint) from e
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise BadJob(f"{what} is not a regular file", file=path, hint=hint)
+    return os.fdopen(fd, "rb", buffering=1 << 20)
+
+
+def _kind(path: str) -> bool:
+    """Whether ``path`` is plain text (or else JSON lines). Raises BadJob for other kinds."""
+    ending = Path(path).suffix.lower()
+    if ending == ".parquet":
+        raise BadJob("parquet is not read yet", file=path, hint="write it as JSON lines: one object a line")
+    if ending not in _JSON_LINES | {".txt"}:
+        raise BadJob(f"data files end in .jsonl or .txt, not {one_line(ending, 20) or 'nothing'}", file=path,
+                     hint="rename it to what it holds: .jsonl for one JSON object a line, .txt for plain text")
+    return ending == ".txt"
+
+
+def _check_start(line: bytes, path: str) -> None:
+    """Refuse what is plainly another kind of file with one sentence, instead of with a hundred bad lines."""
+    def refuse(what: str, hint: str) -> NoReturn:
+        raise BadJob(what, file=path, line=1, hint=hint)
+
+    if line.startswith((b"\xff\xfe", b"\xfe\xff")):
+        refuse("the file is UTF-16, not UTF-8", "convert it: iconv -f UTF-16 -t UTF-8")
+    if line.startswith((b"\x1f\x8b", b"PK\x03\x04", b"\x28\xb5\x2f\xfd", b"PAR1", b"\xfd7zXZ")):
+        refuse("the file is compressed or parquet, not text", "unpack it first")
+    if line.startswith(b"version https://git-lfs.github.com/"):
+        refuse("the file is a Git LFS pointer, not the data", "fetch it: git lfs pull")
+    if line.strip() == b"[" or (line.startswith(b"[{") and path.lower().endswith(".json")):
+        refuse("the file is one JSON array, not one object a line", "convert it: jq -c '.[]' in.json > out.jsonl")
+
+
+def records(source: DataFile, bad: BadLines) -> Iterator[Record]:
+    """The usable records of ``source`` in order; the others go to ``bad``."""
+    return _text(source, bad) if source.is_text else _json_lines(source, bad)
+
+
+def _json_lines(source: DataFile, bad: BadLines) -> Iterator[Record]:
+    for number, line in source.lines():
+        if line is not None and not line.strip():
+            continue
+        try:
+            yield Record(number, parse(line))
+        except BadLine as e:
+            bad.add(number, str(e))
+
+
+def _text(source: DataFile, bad: BadLines) -> Iterator[Record]:
+    """The file as one running text, in pieces that end where a line starts with no blank around it."""
+    piece: list[str] = []
+    size, start, continues, blank = 0, 1, False, False
+    for number, line in source.lines():
+        try:
+            words = _decode(line)
+        except BadLine as e:
+            bad.add(number, str(e))
+            continue
+        if size >= TEXT_PIECE and (blank or size >= 4 * TEXT_PIECE) and words[:1].strip():
+            yield Record(start, (Turn("text", "".join(piece)),), continues)
+            piece, size, start, continues = [], 0, number, True
+        piece.append(words + "\n")
+        size += len(words) + 1
+        blank = not words.strip()
+    if "".join(piece).strip():
+        yield Record(start, (Turn("text", "".join(piece)),), continues)
+
+
+def parse(line: bytes | None) -> tuple[Turn, ...]:
+    """The turns of one JSON line. Raises BadLine with the reason."""
+    row = _load(_decode(line))
+    for keys, shape in _SHAPES:
+        if keys <= row.keys():
+            return shape(row)
+    found = ", ".join(sorted(row)[:8]) or "none"
+    raise BadLine(f"no keys that make an example (text; prompt and completion; instruction and output; messages; "
+                  f"conversations): found {one_line(found, 120)}")
+
+
+def _decode(line: bytes | None) -> str:
+    if line is None:
+        raise BadLine(f"longer than {LINE_LIMIT >> 20} MiB")
+    try:
+        return line.decode("utf-8")
+    except UnicodeDecodeError as e:
+        raise BadLine(f"not UTF-8 at byte {e.start + 1}") from e
+
+
+def _load(line: str) -> dict[str, object]:
+    try:
+        row = json.loads(line, parse_constant=_refuse_constant)
+    except json.JSONDecodeError as e:
+        raise BadLine(f"not JSON: {e.msg} at column {e.colno}") from e
+    except (ValueError, RecursionError) as e:
+        raise BadLine(f"not JSON we can take: {one_line(str(e), 80)}") from e
+    if not isinstance(row, dict):
+        raise BadLine("not a JSON object")
+    return row
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _words(row: dict[str, object], key: str, *, may_be_empty: bool = False) -> str:
+    """The string under ``key``: text that is there and that UTF-8 can hold."""
+    text = row.get(key)
+    if not isinstance(text, str):
+        raise BadLine(f"{key} is {'missing' if text is None else 'not a string'}")
+    if not may_be_empty and not text.strip():
+        raise BadLine(f"{key} is empty")
+    try:
+        text.encode()
+    except UnicodeEncodeError as e:
+        raise BadLine(f"{key} holds half a character (a lone surrogate)") from e
+    return text
+
+
+def _plain(row: dict[str, object]) -> tuple[Turn, ...]:
+    return (Turn("text", _words(row, "text")),)
+
+
+def _pair(row: dict[str, object]) -> tuple[Turn, ...]:
+    return Turn("prompt", _words(row, "prompt", may_be_empty=True)), Turn("completion", _words(row, "completion"))
+
+
+def _alpaca(row: dict[str, object]) -> tuple[Turn, ...]:
+    asked = _words(row, "instruction")
+    extra = _words(row, "input", may_be_empty=True) if row.get("input") is not None else ""
+    asked += "\n\n" + extra if extra.strip() else ""
+    return Turn("user", asked), Turn("assistant", _words(row, "output"))
+
+
+def _messages(row: dict[str, object]) -> tuple[Turn, ...]:
+    return _dialogue(row["messages"], "messages", "role", "content")
+
+
+def _conversations(row: dict[str, object]) -> tuple[Turn, ...]:
+    return _dialogue(row["conversations"], "conversations", "from", "value")
+
+
+def _dialogue(said: object, key: str, who: str, what: str) -> tuple[Turn, ...]:
+    if not isinstance(said, list) or not said:
+        raise BadLine(f"{key} is {'empty' if said == [] else 'not a list'}")
+    turns = [_turn(t, f"{key}[{i}]", who, what) for i, t in enumerate(said)]
+    while turns and turns[-1].role != "assistant":  # words after the last answer teach nothing
+        turns.pop()
+    if not turns:
+        raise BadLine(f"{key} has no turn of the assistant to learn from")
+    return tuple(turns)
+
+
+def _turn(said: object, where: str, who: str, what: str) -> Turn:
+    if not isinstance(said, dict):
+        raise BadLine(f"{where} is not an object")
+    try:
+        role, text = _words(said, who), _words(said, what)
+    except BadLine as e:
+        raise BadLine(f"{where}: {e}") from e
+    if role not in _SPEAKERS:
+        raise BadLine(f"{where}: {who} is {one_line(role, 30)!r}, not system, user, assistant or tool")
+    return Turn(_SPEAKERS[role], text)
+
+
+_SHAPES: tuple[tuple[set[str], Callable[[dict[str, object]], tuple[Turn, ...]]], ...] = (
+    ({"messages"}, _messages),
+    ({"conversations"}, _conversations),
+    ({"prompt", "completion"}, _pair),
+    ({"instruction", "output"}, _alpaca),  # before text: the alpaca files carry both
+    ({"text"}, _plain),
+)

@@ -1,0 +1,221 @@
+"""Records to token ids, with the tokens that carry no loss marked.
+
+A token without loss stands as its complement ``~id``, so that one int32 array holds both ids and mask.
+
+Turns are written in one of two formats, chosen by the tokenizer: **ChatML** where it has the markers
+(``<|im_start|>user\\n...<|im_end|>\\n``), else **plain turns** (``User: ...\\n\\nAssistant: ...``). The end-of-text token,
+where there is one, closes every record (in plain turns, every answer). The loss is on answers, completions and plain
+text, their end token included; never on prompts, other speakers or markers that the model will be given.
+
+Prompts and answers are tokenized apart: at generation the model gets the prompt's tokens, and continues with new ones.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import tokenizers
+
+from rrd.errors import BadJob
+from rrd.text import one_line
+from rrd.train.read import Record, Turn, open_regular
+
+RENDERING = 1
+"""Raise it whenever the tokens of the same record change: it is part of the cache's key."""
+
+IM_START, IM_END = "<|im_start|>", "<|im_end|>"
+_FILE_LIMIT = 256 << 20
+
+
+class Span(NamedTuple):
+    """A stretch of a record: text, or one special token by its id; and whether its tokens carry loss."""
+
+    piece: str | int
+    learn: bool
+
+
+class TokenizerLike(Protocol):
+    """What the data cache needs of a tokenizer. ``digest`` changes whenever the tokens of some record would."""
+
+    digest: str
+    eos: int | None
+
+    def encode(self, records: Sequence[Record]) -> list[list[int]]:
+        """The tokens of each record; ``~id`` where a token carries no loss. No end token yet: see ``closed``."""
+        ...
+
+    def closed(self, tokens: list[int]) -> list[int]:
+        """``tokens`` of one whole record with the end token behind them."""
+        ...
+
+
+def load_tokenizer(path: str) -> TokenizerLike:
+    """The tokenizer at ``path``: a tokenizer file, or a directory (usually the model's) that holds one.
+
+    Raises:
+        BadJob: there is none, or it cannot be used.
+    """
+    place = Path(path)
+    names = [place.name] if place.is_file() else [n for n in KINDS if (place / n).is_file()]
+    for name in names:
+        for ending, kind in KINDS.items():
+            if name.endswith(ending):
+                return kind(place if place.is_file() else place / name)
+    raise BadJob(f"no tokenizer found at {one_line(path, 200)}",
+                 hint=f"put {' or '.join(KINDS)} beside the model, or name one with tokenizer = \"...\"")
+
+
+class HuggingFace:
+    """A ``tokenizer.json``, run by the ``tokenizers`` library on as many threads as RAYON_NUM_THREADS allows."""
+
+    def __init__(self, file: Path) -> None:
+        data = read_small(file)
+        try:
+            self._rust = tokenizers.Tokenizer.from_str(data.decode())
+            self._rust.no_truncation()  # a tokenizer.json may carry both, left over from its own training
+            self._rust.no_padding()
+        except Exception as e:
+            raise BadJob(f"not a usable tokenizer: {one_line(str(e), 200)}", file=str(file)) from e
+        special = {t.content for t in self._rust.get_added_tokens_decoder().values()}
+        settings = _settings(file.parent)
+        self.eos = _end_token(settings, self._rust)
+        self.bos = _start_token(settings, self._rust)
+        self.chatml = {IM_START, IM_END} <= special
+        self._anchor = self._find_anchor()
+        facts = json.dumps([RENDERING, self.eos, self.bos, self.chatml]).encode()
+        self.digest = hashlib.sha256(facts + data).hexdigest()
+
+    def encode(self, records: Sequence[Record]) -> list[list[int]]:
+        spans = [self._render(r) for r in records]
+        texts = [(s.piece, i > 0 or r.continues) for r, ss in zip(records, spans, strict=True)
+                 for i, s in enumerate(ss) if isinstance(s.piece, str)]
+        ids = iter(self._encode_texts(texts))
+        return [self._join(r, ss, ids) for r, ss in zip(records, spans, strict=True)]
+
+    def _join(self, record: Record, spans: Iterable[Span], ids: Iterator[list[int]]) -> list[int]:
+        tokens: list[int] = []
+        for piece, learn in spans:
+            new = next(ids) if isinstance(piece, str) else [piece]
+            tokens += new if learn else [~t for t in new]
+        if self.bos is not None and not record.continues and tokens[:1] not in ([self.bos], [~self.bos]):
+            tokens.insert(0, ~self.bos)
+        return tokens
+
+    def closed(self, tokens: list[int]) -> list[int]:
+        return tokens if self.eos is None or tokens[-1:] == [self.eos] else [*tokens, self.eos]
+
+    def _render(self, record: Record) -> list[Span]:
+        kinds = {t.role for t in record.turns}
+        if kinds <= {"text", "prompt", "completion"}:
+            return [Span(t.text, t.role != "prompt") for t in record.turns if t.text]
+        return merged(_chatml(record.turns) if self.chatml else _plain_turns(record.turns, self.eos))
+
+    def _encode_texts(self, texts: Sequence[tuple[str, bool]]) -> list[list[int]]:
+        """Ids of each (text, whether it continues another)."""
+        anchor, skip = self._anchor
+        plain = self._batch([anchor + t if continues else t for t, continues in texts])
+        if not anchor:
+            return plain
+        return [self._drop_anchor(ids, t, skip) if continues else ids
+                for ids, (t, continues) in zip(plain, texts, strict=True)]
+
+    def _drop_anchor(self, ids: list[int], text: str, skip: list[int]) -> list[int]:
+        return ids[len(skip):] if ids[: len(skip)] == skip else self._batch([text])[0]
+
+    def _batch(self, texts: list[str]) -> list[list[int]]:
+        fast = getattr(self._rust, "encode_batch_fast", self._rust.encode_batch)  # since tokenizers 0.20: no offsets
+        return [e.ids for e in fast(texts, add_special_tokens=False)]
+
+    def _find_anchor(self) -> tuple[str, list[int]]:
+        """What to put before a text that continues another, and its own ids, to be dropped again.
+
+        SentencePiece-like tokenizers begin every text with a space marker, which has no place in the middle of a
+        record. A line end never melts into the next word, so it serves as the stand-in for what came before.
+        """
+        line_end, word, both = self._batch(["\n", "a", "\na"])
+        same = both[: len(line_end)] == line_end and both[len(line_end):] != word
+        return ("\n", line_end) if same else ("", [])
+
+
+def _chatml(turns: Iterable[Turn]) -> Iterable[Span]:
+    for i, (role, text) in enumerate(turns):
+        yield Span(("\n" if i else "") + f"{IM_START}{role}\n", False)
+        yield Span(text + IM_END, role == "assistant")
+
+
+def _plain_turns(turns: Iterable[Turn], eos: int | None) -> Iterable[Span]:
+    for i, (role, text) in enumerate(turns):
+        learn = role == "assistant"
+        yield Span(("\n\n" if i else "") + f"{role.capitalize()}:", False)
+        yield Span(f" {text.strip()}", learn)
+        if learn and eos is not None:
+            yield Span(eos, True)
+
+
+def merged(spans: Iterable[Span]) -> list[Span]:
+    """``spans`` with neighbouring texts of the same kind joined: fewer and more natural texts to tokenize."""
+    out: list[Span] = []
+    for span in spans:
+        last = out[-1] if out else Span(0, False)
+        if isinstance(span.piece, str) and isinstance(last.piece, str) and span.learn == last.learn:
+            out[-1] = Span(last.piece + span.piece, span.learn)
+        else:
+            out.append(span)
+    return out
+
+
+def read_small(file: Path) -> bytes:
+    """The bytes of a tokenizer's or configuration's file. Raises BadJob if it cannot be read or is absurdly large."""
+    with open_regular(str(file), what="the file") as f:
+        data = f.read(_FILE_LIMIT + 1)
+    if len(data) > _FILE_LIMIT:
+        raise BadJob(f"larger than {_FILE_LIMIT >> 20} MiB", file=str(file))
+    return data
+
+
+def _settings(directory: Path) -> dict[str, dict[str, Any]]:
+    """The JSON files beside a tokenizer that may name its end and start tokens, those that are there."""
+    names = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "config.json")
+    return {n: _object(directory / n) for n in names if (directory / n).is_file()}
+
+
+def _object(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(read_small(file))
+    except (ValueError, RecursionError) as e:
+        raise BadJob(f"not JSON: {one_line(str(e), 100)}", file=str(file)) from e
+    if not isinstance(found, dict):
+        raise BadJob("not a JSON object", file=str(file))
+    return found
+
+
+def _end_token(settings: dict[str, dict[str, Any]], rust: tokenizers.Tokenizer) -> int | None:
+    return _special("eos_token", settings, rust)
+
+
+def _start_token(settings: dict[str, dict[str, Any]], rust: tokenizers.Tokenizer) -> int | None:
+    """The token every text starts with, if the tokenizer adds one: as its settings say, else as it does by itself."""
+    says = settings.get("tokenizer_config.json", {}).get("add_bos_token")
+    bos = _special("bos_token", settings, rust)
+    does = rust.encode("", add_special_tokens=True).ids[:1] == [bos]
+    return bos if (says if isinstance(says, bool) else does) else None
+
+
+def _special(key: str, settings: dict[str, dict[str, Any]], rust: tokenizers.Tokenizer) -> int | None:
+    """The id of ``eos_token`` or ``bos_token``: by its text in the tokenizer's settings, or ``*_id`` in the model's."""
+    for found in settings.values():
+        text, number = found.get(key), found.get(key + "_id")
+        text = text.get("content") if isinstance(text, dict) else text
+        number = number[0] if isinstance(number, list) and number else number
+        token = rust.token_to_id(text) if isinstance(text, str) else number
+        if isinstance(token, int) and not isinstance(token, bool) and rust.id_to_token(token) is not None:
+            return token
+    return None
+
+
+KINDS: dict[str, Callable[[Path], TokenizerLike]] = {"tokenizer.json": HuggingFace}
+"""How a tokenizer file's name ends, and what reads it. Further families register here."""

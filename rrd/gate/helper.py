@@ -41,12 +41,16 @@ class SocketGate:
 
     async def release(self, die: str) -> None:
         """See Gate."""
-        if self._wire is not None:  # else the helper has taken back everything already
+        if self._connection() is not None:  # else the helper has taken back everything already
             await to_its_end(self._ask("release", die))
 
     async def close(self) -> None:
         """See Gate."""
+        wire = self._wire
         self._drop()
+        if wire is not None:
+            with suppress(OSError):
+                await wire[1].wait_closed()
 
     async def _ask(self, verb: str, die: str) -> None:
         try:
@@ -81,15 +85,19 @@ class SocketGate:
         return reply
 
     async def _connected(self) -> _Wire:
+        wire = self._connection()
+        if wire is None:
+            wire = self._wire = await asyncio.open_unix_connection(self._path, limit=LINE)
+        return wire
+
+    def _connection(self) -> _Wire | None:
+        """The connection, unless the helper has ended it."""
         if self._wire is not None and self._wire[0].at_eof():
             self._drop()
-        if self._wire is None:
-            self._wire = await asyncio.open_unix_connection(self._path, limit=LINE)
         return self._wire
 
     def _drop(self) -> None:
         """End the connection, and with it every grant."""
         if self._wire is not None:
-            with suppress(RuntimeError):  # the loop is closed already
-                self._wire[1].transport.abort()
+            self._wire[1].transport.abort()
             self._wire = None

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
+import math
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import nn
 
+from rrd.errors import BadJob
+from rrd.models.layers import Linear, Lora
 from rrd.models.registry import CausalLM
 
 
@@ -32,4 +38,42 @@ def attach(
     Raises:
         BadJob: a target that is no linear module of the model.
     """
-    raise NotImplementedError
+    found = [(n, m) for n, m in model.named_modules() if isinstance(m, Linear) and _leaf(n) in set(targets)]
+    missing = [t for t in targets if t not in {_leaf(n) for n, _ in found}]
+    if missing or not found:
+        known = sorted({_leaf(n) for n, m in model.named_modules() if isinstance(m, Linear)})
+        raise BadJob(f"the model has no linear module {missing[0]!r}" if missing else "lora_targets is empty",
+                     key="lora_targets", hint="it has " + ", ".join(known))
+    for name, module in found:
+        r = (ranks or {}).get(_leaf(name), rank)
+        scale = (2 * r if alpha is None else alpha) / (math.sqrt(r) if rs else r)
+        module.lora = _new(module, name, r, scale=scale, dropout=dropout, seed=seed)
+    return _in_order(found)
+
+
+def _leaf(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _new(module: Linear, name: str, rank: int, *, scale: float, dropout: float, seed: int) -> Lora:
+    n_out, n_in = module.weight.shape
+    bound = 1.0 / math.sqrt(n_in)  # kaiming_uniform_(a=sqrt 5)
+    a = torch.empty(rank, n_in).uniform_(-bound, bound, generator=_generator(seed, name))
+    device = module.weight.device
+    return Lora(a.to(device), torch.zeros(n_out, rank, device=device), scale=scale, dropout=dropout)
+
+
+def _generator(seed: int, name: str) -> torch.Generator:
+    """Random numbers of its own for each module: adding a target changes no other's start. Drawn on the CPU, always."""
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+def _in_order(found: Sequence[tuple[str, Linear]]) -> list[tuple[str, nn.Parameter]]:
+    """Modules of one parent have their A's side by side, then their B's: what is multiplied as one stands as one."""
+    parameters: list[tuple[str, nn.Parameter]] = []
+    for _, group in itertools.groupby(found, key=lambda named: named[0].rpartition(".")[0]):
+        members = [(name, module.lora) for name, module in group]
+        parameters += [(f"{name}.lora_A.weight", lora.a) for name, lora in members if lora is not None]
+        parameters += [(f"{name}.lora_B.weight", lora.b) for name, lora in members if lora is not None]
+    return parameters

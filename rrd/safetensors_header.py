@@ -27,7 +27,7 @@ MAX_RANK = 8
 DTYPE_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
     "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1,
-}  # fmt: skip
+}
 """Bytes of one element of every dtype known here."""
 
 _LFS = b"version https://git-lfs"
@@ -74,7 +74,7 @@ def read_header(path: Path) -> Header:
         length = int.from_bytes(start[:8], "little")
         if length > MAX_HEADER:
             _refuse(path, f"is no safetensors file, or its header of {length:,} bytes is over the limit",
-                    f"the limit is {MAX_HEADER:,} bytes")  # fmt: skip
+                    f"the limit is {MAX_HEADER:,} bytes")
         if length + 8 > size:
             _refuse(path, f"is cut short: its header alone has {length:,} bytes and the file {size:,}", _FETCH)
         file.seek(8)
@@ -170,8 +170,9 @@ def _single(model_dir: Path) -> Path:
         _refuse(model_dir, f"has {len(found)} safetensors files and no model.safetensors.index.json", _FETCH)
     if any(p.suffix in {".bin", ".pt", ".pth"} for p in model_dir.iterdir()):
         _refuse(model_dir, "has pickled weights only, which rrd never opens",
-                "convert them: `model.save_pretrained(dir, safe_serialization=True)`")  # fmt: skip
-    _refuse(model_dir, "has no safetensors file", "name the directory that holds config.json and *.safetensors")
+                "convert them: `model.save_pretrained(dir, safe_serialization=True)`")
+    raise BadJob("has no safetensors file", file=str(model_dir), hint="name the directory that holds config.json and "
+                 "*.safetensors")
 
 
 def _sharded(index: Path) -> dict[str, Located]:

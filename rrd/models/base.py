@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rrd.errors import BadJob
+from rrd.models import store
+from rrd.models.dtypes import choose
+from rrd.models.files import ModelFiles, Progress, Stream, inspect, lay_out, views
 from rrd.models.registry import Family
-
-Progress = Callable[[int, int], None]
-"""Called with (bytes done, bytes in all) while a model loads: the worker's heartbeat."""
 
 
 @dataclass
@@ -56,11 +56,36 @@ def load_base(
 ) -> Base:
     """Load the model in ``model_dir`` (``config.json`` and safetensors, one file or shards with an index).
 
-    ``dtype`` is what the weights are stored in, ``compute`` what is computed in (default: see ``rrd.models.dtypes``).
-    With ``store_dir``, CPU dies share one read-only mapped copy under it; without, and for ``trainable``, the tensors
-    are this process's own.
+    ``dtype`` is what the weights are stored in and ``compute`` what is computed in; ``rrd.models.dtypes.choose`` knows
+    both for a job. ``compute`` None means what ``choose`` says for ``dtype``. With ``store_dir``, CPU dies share one
+    read-only mapped copy under it; without, and for ``trainable``, the tensors are this process's own.
 
     Raises:
         BadJob: the model is missing, damaged, of no known family, or needs what rrd cannot do.
+        DiskTrouble: the store cannot be written.
     """
-    raise NotImplementedError
+    if quantize:
+        raise BadJob("quantize is not there yet", key="quantize", hint="leave it out; dtype = \"bfloat16\" halves the "
+                     "memory of the weights")
+    device = torch.device(device)
+    compute = choose(str(dtype).removeprefix("torch."), device)[1] if compute is None else compute
+    stored = compute if trainable else dtype
+    files = inspect(Path(model_dir))
+    if store_dir is not None and device.type == "cpu" and not trainable:
+        tensors, digest = store.shared(files, stored, Path(store_dir), progress)
+    else:
+        tensors, digest = _own(files, stored, device, progress)
+    key = f"{digest}-{stored}-{compute}-{device}".replace("torch.", "") + ("-own" if trainable else "")
+    return Base(key, files.config, tensors, digest, files.family, files.raw_config, stored, compute, trainable)
+
+
+def _own(
+    files: ModelFiles, dtype: torch.dtype, device: torch.device, progress: Progress | None
+) -> tuple[dict[str, Tensor], str]:
+    """The tensors in one buffer of this process, and the model's digest."""
+    slots, size = lay_out(files.wanted, dtype)
+    tensors = views(torch.empty(size, dtype=dtype, device=device), slots)
+    stream = Stream(files, dtype, progress)
+    for name, first, piece in stream:
+        tensors[name].view(-1)[first : first + piece.numel()].copy_(piece)
+    return tensors, stream.digest

@@ -72,6 +72,9 @@ class Family(Protocol):
     def tensors(self, config: Any) -> Mapping[str, Shape]:
         """Every tensor the model needs, in the order they shall stand in memory: what multiplies together, together."""
 
+    def ignores(self, name: str, config: Any) -> bool:
+        """Whether a tensor that the model does not need may be in its files."""
+
     def skeleton(self, config: Any, *, compute: torch.dtype) -> CausalLM:
         """The module tree, to be called under the meta device; ``compute``: the dtype of activations."""
 
@@ -91,7 +94,7 @@ def family_of(config: Mapping[str, Any], keys: Collection[str], *, where: str = 
     raise BadJob(
         f"no family knows this model (model_type {kind!r})", file=where,
         hint="rrd reads " + ", ".join(f.name for f in families()),
-    )  # fmt: skip
+    )
 
 
 def build(base: Base) -> CausalLM:

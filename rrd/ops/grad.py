@@ -1,36 +1,93 @@
 """Gradients written where the optimizer reads them: no zeroing, no extra pass to accumulate.
 
-The optimizer gives a parameter a ``flat_grad``, its part of the flat gradient. The first product of a window
-overwrites it, further ones add to it; ``param.grad is None`` says that a window has just begun.
+A trained parameter has a place for its gradient, given by the optimizer as a part of one flat buffer. The first product
+of an accumulation window overwrites it and further ones add to it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 
-def flat_grad(param: nn.Parameter) -> Tensor:
-    """Where ``param``'s gradient goes, fp32; without an optimizer, a tensor of its own."""
-    view: Tensor | None = getattr(param, "flat_grad", None)
-    if view is None:
-        view = torch.zeros(param.shape, dtype=torch.float32, device=param.device)
-        param.flat_grad = view  # type: ignore[attr-defined]
-    return view
+@dataclass
+class Place:
+    """Where one parameter's gradient goes: ``view``, fp32; ``begun`` once this window has written to it."""
+
+    view: Tensor
+    begun: bool = False
+
+
+def place_of(param: Tensor) -> Place:
+    """``param``'s place; without an optimizer, one of its own."""
+    place: Place | None = getattr(param, "grad_place", None)
+    if place is None:
+        place = give_place(param, torch.zeros(param.shape, dtype=torch.float32, device=param.device))
+    return place
+
+
+def give_place(param: Tensor, view: Tensor) -> Place:
+    """Have ``param``'s gradient written to ``view``, of its shape."""
+    place = Place(view)
+    param.grad_place = place  # type: ignore[attr-defined]
+    return place
+
+
+def add_product(params: Sequence[Tensor], a: Tensor, b: Tensor, *, scale: float = 1.0) -> None:
+    """Add ``scale * a^T b`` to the gradients of ``params``, whose rows in turn are the columns of ``a``.
+
+    a: [M, sum of rows], b: [M, width]; params: [rows, width] each.
+    """
+    places = [place_of(p) for p in params]
+    joined = adjoin([p.view for p in places]) if all(p.begun == places[0].begun for p in places) else None
+    if joined is not None:
+        _accumulate(joined, a, b, places[0].begun, scale)
+    else:
+        for place, part in zip(places, torch.split(a, [p.view.shape[0] for p in places], 1), strict=True):
+            _accumulate(place.view, part, b, place.begun, scale)
+    for place in places:
+        place.begun = True
+
+
+def _accumulate(grad: Tensor, a: Tensor, b: Tensor, begun: bool, scale: float) -> None:
+    if a.dtype != grad.dtype:  # products of bf16 are summed up in fp32
+        product = torch.mm(a.t(), b)
+        if begun:
+            grad.add_(product, alpha=scale)
+        else:
+            torch.mul(product, scale, out=grad)
+    elif begun:
+        grad.addmm_(a.t(), b, alpha=scale)
+    else:
+        torch.addmm(grad, a.t(), b, beta=0.0, alpha=scale, out=grad)
+
+
+def add_sum(param: Tensor, terms: Tensor) -> None:
+    """Add the sum of ``terms`` [M, n] over M to the gradient of ``param`` [n]."""
+    opened(param).add_(terms.sum(0, dtype=torch.float32))
+
+
+def opened(param: Tensor) -> Tensor:
+    """``param``'s gradient to add to by hand: zeros, if this window has not written to it yet."""
+    place = place_of(param)
+    if not place.begun:
+        place.view.zero_()
+        place.begun = True
+    return place.view
 
 
 def adjoin(tensors: Sequence[Tensor]) -> Tensor | None:
-    """Matrices of one width that stand back to back in memory, as one view [sum of rows, width]; else None."""
-    first, end = tensors[0], tensors[0].data_ptr()
-    for t in tensors:
-        if t.data_ptr() != end or t.dtype != first.dtype or t.shape[1:] != first.shape[1:] or not t.is_contiguous():
-            return None
-        end += t.numel() * t.element_size()
+    """Matrices of one width that stand back to back in one storage, as one view [sum of rows, width]; else None."""
+    first = tensors[0].detach()
     if len(tensors) == 1:
-        return first.detach()
-    rows = sum(t.shape[0] for t in tensors)
-    if first.storage_offset() + rows * first.shape[1] > first.untyped_storage().nbytes() // first.element_size():
-        return None  # neighbours by chance: tensors of different storages
-    return first.detach().as_strided((rows, first.shape[1]), (first.shape[1], 1))
+        return first
+    end, storage = first.storage_offset(), first.untyped_storage().data_ptr()
+    for t in tensors:
+        here = t.storage_offset() == end and t.untyped_storage().data_ptr() == storage
+        if not here or t.dtype != first.dtype or t.shape[1:] != first.shape[1:] or not t.is_contiguous():
+            return None
+        end += t.numel()
+    return first.as_strided((sum(t.shape[0] for t in tensors), first.shape[1]), first.stride())

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from rrd.ops.grad import flat_grad
+from rrd.ops.grad import give_place, opened, place_of
 
 
 class Slot(NamedTuple):
@@ -70,16 +70,15 @@ class AdamW:
     def zero_grad(self) -> None:
         """Start a new window: what is written first overwrites, so nothing needs to be cleared."""
         for p in self._params:
-            p.grad = None
+            p.grad, place_of(p).begun = None, False
 
     def gather(self) -> Tensor:
         """The window's whole gradient, flat: parameters that saw none have zeros there."""
-        for p, slot in zip(self._params, self.layout, strict=True):
-            view = flat_grad(p)
-            if p.grad is None:
-                view.zero_()
-            elif p.grad.data_ptr() != view.data_ptr():
-                view.copy_(p.grad.view(slot.shape))
+        for p in self._params:
+            grad = opened(p)
+            if p.grad is not None:
+                grad.add_(p.grad)
+                p.grad = None
         return self.grad
 
     def grad_norm(self) -> float:
@@ -123,7 +122,7 @@ class AdamW:
                 p.data = master
             else:
                 p.data = stored[slot.offset : slot.offset + slot.numel].view(slot.shape).copy_(p)
-            p.flat_grad = self.view("grad", slot)  # type: ignore[attr-defined]
+            give_place(p, self.view("grad", slot))
         return stored
 
 
@@ -144,7 +143,7 @@ def _fused(
     torch._fused_adamw_(
         [p], [g], [m], [v], [], [torch.tensor(float(steps), device=p.device)], lr=lr, beta1=betas[0], beta2=betas[1],
         weight_decay=decay, eps=eps, amsgrad=False, maximize=False, grad_scale=inverse, found_inf=None,
-    )  # fmt: skip
+    )
 
 
 def _plain(
@@ -164,8 +163,8 @@ def _plain(
 def _has_fused() -> bool:
     """Whether the fused kernel runs on CPUs here; torch got it after 2.0, and older ones raise."""
     try:
-        one = [torch.ones(1) for _ in range(4)]
-        _fused(*one, 1, lr=0.0, betas=(0.9, 0.999), eps=1e-8, decay=0.0, scale=1.0)
+        p, g, m, v = (torch.ones(1) for _ in range(4))
+        _fused(p, g, m, v, 1, lr=0.0, betas=(0.9, 0.999), eps=1e-8, decay=0.0, scale=1.0)
     except (AttributeError, NotImplementedError, RuntimeError, TypeError):
         return False
     return True

@@ -1,0 +1,159 @@
+"""A model directory's tensors, streamed from its files in pieces: never a whole model in memory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from rrd.errors import BadJob
+from rrd.models.dtypes import OF_FILE
+from rrd.models.registry import Family, Shape, family_of
+from rrd.safetensors_header import Located, model_tensors, open_file, read_json
+from rrd.text import one_line
+
+PIECE = 16 << 20
+"""Bytes read at a time."""
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes done, bytes in all) while a model loads: the worker's heartbeat."""
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """What a model directory holds, as far as headers tell: nothing of the weights has been read."""
+
+    path: Path
+    raw_config: dict[str, Any]
+    family: Family
+    config: Any
+    wanted: Mapping[str, Shape]
+    """The tensors the family needs, in the order they shall stand in memory."""
+    located: Mapping[str, Located]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes to be read."""
+        return sum(self.located[name].info.nbytes for name in self.wanted)
+
+
+def inspect(model_dir: Path) -> ModelFiles:
+    """Read the headers and ``config.json`` and check that every tensor is there, in its shape. Raises BadJob."""
+    located = model_tensors(model_dir)
+    raw = read_json(model_dir / "config.json") if (model_dir / "config.json").exists() else {}
+    shapes = {name: t.info.shape for name, t in located.items()}
+    try:
+        family = family_of(raw, shapes.keys())
+        config = family.read_config(raw, shapes)
+    except BadJob as e:
+        raise BadJob(e.message, hint=e.hint, file=str(model_dir)) from None
+    wanted = dict(family.tensors(config))
+    _compare(model_dir, wanted, located, ignored={n for n in shapes if family.ignores(n, config)})
+    return ModelFiles(model_dir, raw, family, config, wanted, located)
+
+
+def _compare(model_dir: Path, wanted: Mapping[str, Shape], located: Mapping[str, Located], ignored: set[str]) -> None:
+    if missing := [n for n in wanted if n not in located]:
+        _refuse(model_dir, f"lacks {_named(missing)}", "fetch the model again, all of its files")
+    if extra := [n for n in located if n not in wanted and n not in ignored]:
+        _refuse(model_dir, f"holds tensors that its config.json does not explain: {_named(extra)}", "")
+    for name, shape in wanted.items():
+        info = located[name].info
+        if info.shape != shape:
+            _refuse(model_dir, f"has {name} in shape {list(info.shape)}, and its config.json says {list(shape)}", "")
+        if info.dtype not in OF_FILE:
+            _refuse(model_dir, f"has {name} in dtype {info.dtype}, which is no float we can read",
+                    "use the model's float weights (bfloat16, float16 or float32)")
+
+
+def _named(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _refuse(path: Path, why: str, hint: str) -> None:
+    raise BadJob(one_line(why), file=str(path), hint=hint)
+
+
+class Stream:
+    """One pass over a model's weights, in the family's order and in ``dtype``; the digest is known at its end."""
+
+    def __init__(self, files: ModelFiles, dtype: torch.dtype, progress: Progress | None = None) -> None:
+        self.files, self.dtype = files, dtype
+        self._progress, self._done = progress, 0
+        self._sums: dict[str, str] = {}
+
+    @property
+    def digest(self) -> str:
+        """sha256 of the configuration and of every tensor's name, dtype, shape and bytes, in whatever order."""
+        facts = [self.files.raw_config, sorted(self._sums.items())]
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+    def __iter__(self) -> Iterator[tuple[str, int, Tensor]]:
+        """(name, index of the piece's first element, the piece: 1-D of ``dtype``, valid until the next one)."""
+        open_files: dict[Path, BinaryIO] = {}
+        try:
+            for name, shape in self.files.wanted.items():
+                at = self.files.located[name]
+                if at.path not in open_files:
+                    open_files[at.path] = open_file(at.path)
+                sha = hashlib.sha256(repr((at.info.dtype, shape)).encode())
+                for first, raw in self._pieces(open_files[at.path], at):
+                    sha.update(raw)
+                    yield name, first, torch.frombuffer(raw, dtype=OF_FILE[at.info.dtype]).to(self.dtype)
+                self._sums[name] = sha.hexdigest()
+        finally:
+            for file in open_files.values():
+                file.close()
+
+    def _pieces(self, file: BinaryIO, at: Located) -> Iterator[tuple[int, bytearray]]:
+        size = OF_FILE[at.info.dtype].itemsize
+        file.seek(at.info.begin)
+        for start in range(0, at.info.nbytes, PIECE):
+            raw = bytearray(min(PIECE, at.info.nbytes - start))
+            _read_into(file, raw, at.path)
+            yield start // size, raw
+            self._done += len(raw)
+            if self._progress is not None:
+                self._progress(self._done, self.files.nbytes)
+
+
+def _read_into(file: BinaryIO, raw: bytearray, path: Path) -> None:
+    """Fill ``raw``. Read, not mapped: a file cut short meanwhile is then a sentence, not a SIGBUS."""
+    view = memoryview(raw)
+    while view:
+        try:
+            n = file.readinto(view)  # type: ignore[attr-defined]
+        except OSError as e:
+            raise BadJob(f"cannot be read: {e.strerror}", file=str(path), hint="check the disk it lies on") from e
+        if not n:
+            raise BadJob("was cut short while it was being read", file=str(path), hint="fetch the file again")
+        view = view[n:]
+
+
+class Slot:
+    """Where one tensor stands in a buffer: offsets and sizes in elements, each start aligned to 64 bytes."""
+
+    ALIGN = 64
+
+    def __init__(self, shape: Shape, offset: int) -> None:
+        self.shape, self.offset, self.numel = shape, offset, prod(shape)
+
+
+def lay_out(wanted: Mapping[str, Shape], dtype: torch.dtype) -> tuple[dict[str, Slot], int]:
+    """The place of every tensor in one buffer of ``dtype``, and the buffer's size in elements."""
+    step, offset, slots = Slot.ALIGN // dtype.itemsize, 0, {}
+    for name, shape in wanted.items():
+        slots[name] = Slot(shape, offset)
+        offset += -(-slots[name].numel // step) * step
+    return slots, offset
+
+
+def views(buffer: Tensor, slots: Mapping[str, Slot]) -> dict[str, Tensor]:
+    return {n: buffer[s.offset : s.offset + s.numel].view(s.shape) for n, s in slots.items()}

@@ -1,0 +1,119 @@
+"""One copy of a model's weights for all processes of the box: a file of the cache, mapped read-only.
+
+Six CPU dies that train on one model would hold it six times. Instead the first to need it writes the weights, in the
+dtype they are stored in and 64-byte aligned, under the cache directory, and everybody maps that file: the page cache
+holds it once. The cache may be deleted at any time; a mapped file lives on until its last process ends.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rrd import durable
+from rrd.errors import TryLater
+from rrd.models.files import ModelFiles, Progress, Slot, Stream, lay_out, views
+
+FORMAT = 1
+_WEIGHTS, _META = "weights", "meta.json"
+
+
+def shared(
+    files: ModelFiles, dtype: torch.dtype, store_dir: Path, progress: Progress | None
+) -> tuple[dict[str, Tensor], str]:
+    """The model's tensors, read-only, and its digest; written to the store first where they are not there yet.
+
+    Raises:
+        BadJob: the model's files are damaged. DiskTrouble: the store cannot be written.
+    """
+    slots, size = lay_out(files.wanted, dtype)
+    durable.make_dir(store_dir)
+    place = store_dir / _stamp(files, dtype)
+    digest = _digest(place, size * dtype.itemsize)
+    if digest is None:
+        with _turn(store_dir / f"{place.name}.lock", progress):
+            digest = _digest(place, size * dtype.itemsize) or _write(place, files, dtype, slots, size, progress)
+    return views(_map(place / _WEIGHTS, dtype, size), slots), digest
+
+
+def _stamp(files: ModelFiles, dtype: torch.dtype) -> str:
+    """A name for these files as they are now: it changes whenever one of them is written."""
+    paths = sorted({files.located[n].path for n in files.wanted})
+    stats = [(str(p.resolve()), s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino) for p in paths for s in [p.stat()]]
+    facts = [FORMAT, str(dtype), files.raw_config, stats, list(files.wanted.items())]
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:40]
+
+
+def _digest(place: Path, nbytes: int) -> str | None:
+    """The digest of the model stored at ``place``; None where none is, or not all of it."""
+    try:
+        meta: dict[str, Any] = json.loads((place / _META).read_bytes())
+        if (place / _WEIGHTS).stat().st_size != nbytes:
+            return None
+        return str(meta["digest"])
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+@contextmanager
+def _turn(path: Path, progress: Progress | None) -> Iterator[None]:
+    """Hold the lock ``path``, after waiting for whoever writes the same model just now."""
+    while True:
+        try:
+            lock = durable.lock(path, what="the store's entry")
+            break
+        except TryLater:
+            if progress is not None:
+                progress(0, 1)  # waiting is no hang
+            time.sleep(0.05)
+    with lock:
+        yield
+
+
+def _write(
+    place: Path, files: ModelFiles, dtype: torch.dtype, slots: dict[str, Slot], size: int, progress: Progress | None
+) -> str:
+    stream = Stream(files, dtype, progress)
+    try:
+        with durable.NewDirectory(place.parent, place.name) as new:
+            new.add(_WEIGHTS, _bytes(stream, slots, size), size=size * dtype.itemsize)
+            new.add(_META, [json.dumps({"digest": stream.digest, "model": str(files.path)}).encode()])
+            new.commit(place.name, replace=True)
+    except OSError as e:
+        raise durable.trouble(e, place) from e
+    return stream.digest
+
+
+def _bytes(stream: Stream, slots: dict[str, Slot], size: int) -> Iterator[bytearray]:
+    """The store's file: every tensor's elements at its slot, zeros between."""
+    at, item = 0, stream.dtype.itemsize
+    for name, first, piece in stream:
+        start = slots[name].offset + first
+        yield bytearray((start - at) * item)
+        raw = bytearray(piece.numel() * item)
+        torch.frombuffer(raw, dtype=piece.dtype).copy_(piece)
+        yield raw
+        at = start + piece.numel()
+    yield bytearray((size - at) * item)
+
+
+def _map(path: Path, dtype: torch.dtype, size: int) -> Tensor:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        mapped = mmap.mmap(fd, size * dtype.itemsize, access=mmap.ACCESS_READ)
+    finally:
+        os.close(fd)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")  # that is what it is for
+        return torch.frombuffer(mapped, dtype=dtype, count=size)

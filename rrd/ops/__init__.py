@@ -1,0 +1,1 @@
+"""The operations training is made of, each with its own backward pass where autograd's does more than is needed."""

@@ -33,7 +33,7 @@ MIN_CPU_DIES = 6
 
 def parse_size(text: str) -> int:
     """Bytes in ``"11GiB"``, ``"800 MB"``. Raises ``Fault``."""
-    m = re.fullmatch(r"\s*([0-9]{1,6}(?:\.[0-9]{1,6})?)\s*([kmgt]?)(i?)b?\s*", text.lower())
+    m = re.fullmatch(r"\s*([0-9]{1,18}(?:\.[0-9]{1,6})?)\s*([kmgt]?)(i?)b?\s*", text.lower())
     if not m or (m[3] and not m[2]):
         raise Fault(f'must be a size such as "11GiB", not {show(text)}')
     return int(float(m[1]) * (1024 if m[3] else 1000) ** " kmgt".index(m[2] or " "))

@@ -247,8 +247,15 @@ def changes(old: JobSpec, new: JobSpec) -> tuple[set[str], set[str]]:
 
 
 def with_live(old: JobSpec, new: JobSpec) -> JobSpec:
-    """``old`` with the live keys (and ``die``) of ``new``: what a running job becomes after an edit."""
-    return old.model_copy(update={k: getattr(new, k) for k in LIVE_KEYS | PLACE_KEYS})
+    """``old`` with the live keys (and ``die``) of ``new``: what a running job becomes after an edit.
+
+    Raises ``BadJob`` where they do not fit the keys that stay, such as a ``max_steps`` below the warm-up.
+    """
+    live = {k: v for k, v in new.model_dump().items() if k in LIVE_KEYS | PLACE_KEYS}
+    try:
+        return toml.check(JobSpec, {**old.model_dump(), **live})
+    except Fault as e:
+        raise BadJob(e.message, hint=e.hint, key=e.key) from None
 
 
 def json_schema() -> dict[str, Any]:

@@ -83,12 +83,13 @@ def _syntax_hint(line: str) -> str:
 
 
 def check(model: type[M], values: Mapping[str, Any], text: str = "") -> M:
-    """``values`` as a ``model``. Raises the ``Fault`` that stands first in ``text``."""
+    """``values`` as a ``model``. Raises the ``Fault`` that stands first in ``text``, missing keys last."""
     try:
         return model.model_validate(dict(values))
     except ValidationError as e:
-        faults = [_fault(model, error, text) for error in e.errors(include_url=False)]
-        raise min(faults, key=lambda f: f.line or math.inf) from None
+        faults = [(error["type"] == "missing", _fault(model, error, text)) for error in e.errors(include_url=False)]
+        # a key is often missing because it was misspelt: that is the better sentence
+        raise min(faults, key=lambda f: (f[0], f[1].line or math.inf))[1] from None
     except RecursionError:
         raise Fault("values are nested too deeply", hint="the file should be flat: `key = value` lines") from None
 
@@ -103,7 +104,7 @@ def _fault(model: type[BaseModel], error: Any, text: str) -> Fault:
     key = dotted(loc)
     named = f"`{one_line(key, 100)}`"
     if kind == "missing":
-        message, hint = f"{named} is missing", f"add a line `{key} = …`: {summary(model, loc)}"
+        message, hint = f"{named} is missing", f"add a line `{loc[-1]} = …`: {summary(model, loc)}"
     elif kind == "extra_forbidden":
         message, hint = f"unknown key {named}", did_you_mean(str(loc[-1]), keys_at(model, loc[:-1]))
     elif own:
@@ -125,7 +126,9 @@ def _must(kind: str, ctx: Mapping[str, Any]) -> str:
     types = {"int_type": "a whole number", "int_from_float": "a whole number", "float_type": "a number",
              "finite_number": "a finite number", "bool_type": "true or false", "string_type": "text in quotes",
              "dict_type": "a table", "model_type": "a table", "list_type": "a list", "tuple_type": "a list",
-             "string_too_short": "text that is not empty", "string_too_long": "shorter text"}
+             "string_pattern_mismatch": "a name of letters, digits, - and _", "too_short": "a list that is not empty",
+             "too_long": "a shorter list", "string_too_short": "text that is not empty",
+             "string_too_long": "shorter text"}
     return f"must be {types[kind]}" if kind in types else f"is not right ({kind})"
 
 
@@ -194,8 +197,8 @@ def show(value: object) -> str:
     return kinds.get(type(value), "a date or time" if hasattr(value, "isoformat") else f"a {type(value).__name__}")
 
 
-_TABLE = re.compile(r"\s*(\[\[?)\s*([^\[\]]+?)\s*\]\]?\s*(?:#.*)?$")
-_KEY = re.compile(r"""\s*(?:"([^"\\]*)"|'([^']*)'|([A-Za-z0-9_-]+))\s*[.=]""")
+_TABLE = re.compile(r"\s*(\[\[?)([^\[\]]+)\]\]?\s*(?:#.*)?$")
+_KEY = re.compile(r"""\s*((?:"[^"\\]*"|'[^']*'|[A-Za-z0-9_-]+)(?:\s*\.\s*(?:"[^"\\]*"|'[^']*'|[A-Za-z0-9_-]+))*)\s*=""")
 
 
 def line_of(text: str, loc: tuple[str | int, ...]) -> int:
@@ -203,22 +206,46 @@ def line_of(text: str, loc: tuple[str | int, ...]) -> int:
 
     Good enough for messages: keys inside inline tables get the line of the table, multi-line strings are skipped.
     """
-    seen: dict[str, int] = {}
-    lines: dict[str, int] = {}
-    table, in_string = "", False
+    lines = _lines(text)
+    found = (lines.get(loc[:n]) for n in range(len(loc), 0, -1))
+    return next((n for n in found if n), 0)
+
+
+def _lines(text: str) -> dict[tuple[str | int, ...], int]:
+    """The first line of each key and table, by its place."""
+    counts: dict[str, int] = {}  # arrays of tables, and the number of their newest
+    lines: dict[tuple[str | int, ...], int] = {}
+    table: list[str | int] = []
+    in_string = False
     for number, line in enumerate(text.split("\n"), 1):
         was_in_string, in_string = in_string, in_string ^ bool((line.count('"""') + line.count("'''")) % 2)
         if was_in_string:
             continue
+        place: list[str | int] = []
         if m := _TABLE.match(line):
-            seen[m[2]] = seen.get(m[2], -1) + 1
-            table = f"{m[2]}[{seen[m[2]]}]" if m[1] == "[[" else m[2]
-            lines.setdefault(table, number)
+            name = ".".join(_parts(m[2]))
+            if m[1] == "[[":
+                counts[name] = counts.get(name, -1) + 1
+            table = place = _numbered(_parts(m[2]), counts)
         elif m := _KEY.match(line):
-            key = m[1] or m[2] or m[3] or ""
-            lines.setdefault(f"{table}.{key}" if table else key, number)
-    found = (lines.get(dotted(loc[:n])) for n in range(len(loc), 0, -1))
-    return next((n for n in found if n), 0)
+            place = [*table, *_parts(m[1])]
+        for n in range(len(place), 0, -1):
+            lines.setdefault(tuple(place[:n]), number)
+    return lines
+
+
+def _parts(dotted_key: str) -> list[str]:
+    return [part.strip().strip("\"'") for part in dotted_key.split(".")][:32]
+
+
+def _numbered(parts: list[str], counts: Mapping[str, int]) -> list[str | int]:
+    """The place that a table's header names: its parts, with the number of the newest table after each array."""
+    place: list[str | int] = []
+    for n, part in enumerate(parts, 1):
+        place.append(part)
+        if (count := counts.get(".".join(parts[:n]))) is not None:
+            place.append(count)
+    return place
 
 
 # ---- writing ----------------------------------------------------------------------------------------------------

@@ -27,9 +27,13 @@ _INT32 = 4
 
 
 class Dataset:
-    """The samples of one token cache, mapped: memory is the page cache's, shared by every job on the same data."""
+    """The samples of one token cache, mapped: memory is the page cache's, shared by every job on the same data.
 
-    def __init__(self, tokens: mmap.mmap, offsets: mmap.mmap) -> None:
+    ``digest`` names the exact tokens (``Prepared.digest``).
+    """
+
+    def __init__(self, tokens: mmap.mmap, offsets: mmap.mmap, digest: str) -> None:
+        self.digest = digest
         self._tokens, self._offsets = tokens, memoryview(offsets).cast("q")
         self._orders: dict[tuple[int, int], Tensor] = {}
         if self._offsets[-1] * _INT32 != len(tokens):
@@ -38,8 +42,8 @@ class Dataset:
     @staticmethod
     def open(path: Path) -> Dataset:
         """Map the cache at ``Prepared.path``. Raises Damaged if it is not whole (``prepare`` mends that)."""
-        sealed.read_seal(path, KIND)
-        return Dataset(_map(path / "tokens.bin"), _map(path / "offsets.bin"))
+        seal = sealed.read_seal(path, KIND)
+        return Dataset(_map(path / "tokens.bin"), _map(path / "offsets.bin"), seal.facts["digest"])
 
     def __len__(self) -> int:
         return len(self._offsets) - 1
@@ -53,10 +57,10 @@ class Dataset:
 
     def batch_at(self, position: int, batch_size: int, seed: int) -> Batch:
         """The ``batch_size`` samples from ``position`` on, through the end of an epoch into the next."""
-        n = len(self)
-        return collate([self.sample(self._at((position + k) // n, (position + k) % n, seed)) for k in range(batch_size)])
+        return collate([self.sample(self._at(position + k, seed)) for k in range(batch_size)])
 
-    def _at(self, epoch: int, i: int, seed: int) -> int:
+    def _at(self, position: int, seed: int) -> int:
+        epoch, i = divmod(position, len(self))
         if (seed, epoch) not in self._orders:
             while len(self._orders) >= 2:  # a batch touches two epochs at most, unless the data is tiny
                 del self._orders[next(iter(self._orders))]

@@ -1,6 +1,6 @@
 """The token cache: a data file tokenized once, into a directory that any number of jobs map and read.
 
-``<cache_dir>/data/<key>/ready/`` holds ``tokens.bin`` (int32, ``~id`` where a token carries no loss), ``offsets.bin``
+``<cache_dir>/<key>/ready/`` holds ``tokens.bin`` (int32, ``~id`` where a token carries no loss), ``offsets.bin``
 (int64: where sample i starts, and one more at the end) and a manifest. The key is a digest of the data's bytes, the
 tokenizer and the settings, so nothing in it is ever out of date; all of it may be deleted at any time.
 
@@ -70,7 +70,7 @@ class Prepared(Counts):
         said = [
             (self.bad_count, f"{count(self.bad_count, 'bad line')} left out"
              + "".join(f"; line {line}: {reason}" for line, reason in self.bad_lines[:1])),
-            (self.truncated, f"{count(self.truncated, 'record')} longer than seq_len cut off (too_long = \"truncate\")"),
+            (self.truncated, f"{count(self.truncated, 'record')} longer than seq_len cut off at its end"),
             (self.split, f"{count(self.split, 'record')} longer than seq_len split into several samples"),
             (self.unlabelled, f"{count(self.unlabelled, 'sample')} left out: no token to learn from within seq_len"),
         ]
@@ -94,7 +94,7 @@ def prepare(data: str, tokenizer: str, *, seq_len: int, too_long: TooLong = "tru
         settings = [KIND, sha, tok.digest, source.is_text, seq_len, too_long]
         key = hashlib.sha256(json.dumps(settings).encode()).hexdigest()
         builder = _Builder(source, sha, BadLines(data, max_bad_lines), tok, seq_len, too_long, progress)
-        prepared = _find_or_build(cache / "data" / key[:32], key, builder)
+        prepared = _find_or_build(cache / key[:32], key, builder)
     builder.bad.check(prepared.bad_count, prepared.bad_lines)
     progress(1.0)
     return prepared
@@ -103,25 +103,25 @@ def prepare(data: str, tokenizer: str, *, seq_len: int, too_long: TooLong = "tru
 def _find_or_build(home: Path, key: str, builder: _Builder) -> Prepared:
     """The cache under ``home``; built if it is not there, or not as it was written."""
     ready = home / "ready"
-    if found := _find(ready, key):
+    if found := _find(ready):
         return found
     try:
         durable.make_dir(home)
         with _lock(home / "lock", builder.progress):
             durable.sweep_dirs(home)  # what a builder that died left behind
-            if found := _find(ready, key):
+            if found := _find(ready):
                 return found
             if ready.exists():
                 durable.discard_dir(ready)
             with durable.NewDirectory(home, "data") as new:
-                facts = builder.write(sealed.Sealing(new))
+                facts = builder.write(sealed.Sealing(new), key)
                 new.commit("ready")
     except OSError as e:
         raise durable.trouble(e, home) from e
-    return Prepared(path=ready, digest=key, **facts)
+    return Prepared(path=ready, **facts)
 
 
-def _find(ready: Path, key: str) -> Prepared | None:
+def _find(ready: Path) -> Prepared | None:
     """The finished cache, every byte checked; None if it is not there or damaged."""
     try:
         seal = sealed.read_seal(ready, KIND)
@@ -130,7 +130,7 @@ def _find(ready: Path, key: str) -> Prepared | None:
         return None
     facts = dict(seal.facts)
     facts["bad_lines"] = [(line, reason) for line, reason in facts["bad_lines"]]
-    return Prepared(path=ready, digest=key, **facts)
+    return Prepared(path=ready, **facts)
 
 
 def _lock(path: Path, progress: Progress) -> IO[bytes]:
@@ -159,7 +159,7 @@ class _Builder:
         self.counts = Counts()
         self.offsets = array("q", [0])
 
-    def write(self, new: sealed.Sealing) -> dict[str, Any]:
+    def write(self, new: sealed.Sealing, key: str) -> dict[str, Any]:
         """Fill ``new`` and seal it. Returns the facts of the manifest."""
         new.add("tokens.bin", self._chunks())
         new.add("offsets.bin", [self.offsets.tobytes()])
@@ -168,7 +168,7 @@ class _Builder:
                          hint="rrd tries again when the file or the job changes")
         if not self.counts.samples:
             raise BadJob("the data file holds nothing to learn from", file=self.source.path, hint=self._why_nothing())
-        facts = asdict(self.counts) | {"bad_count": self.bad.count, "bad_lines": self.bad.named}
+        facts = asdict(self.counts) | {"digest": key, "bad_count": self.bad.count, "bad_lines": self.bad.named}
         new.close(KIND, facts)
         return facts
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rrd.durable import Bytes, NewDirectory
+from rrd.durable import Bytes, NewDirectory, fsync_dir
 from rrd.errors import Damaged
 
 MANIFEST = "MANIFEST.json"
@@ -40,6 +40,9 @@ class Sealing:
         self.links: dict[str, str] = {}
 
     def add(self, name: str, chunks: Iterable[Bytes], *, size: int = 0) -> None:
+        """Write one file durably. ``name`` may lie in one subdirectory."""
+        if "/" in name and not (inner := (self.path / name).parent).is_dir():
+            self._new.disk.mkdir(inner)
         self.files[name] = self._new.add(name, chunks, size=size)
 
     def link(self, name: str, target: str) -> None:
@@ -48,6 +51,8 @@ class Sealing:
 
     def close(self, kind: str, facts: Mapping[str, Any]) -> Seal:
         """Write the manifest, the last file. The same facts and files give the same bytes."""
+        for inner in {str(Path(n).parent) for n in self.files} - {"."}:
+            fsync_dir(self.path / inner, disk=self._new.disk)
         files = {n: {"bytes": b, "sha256": d} for n, (b, d) in self.files.items()}
         body = {"kind": kind, "facts": dict(facts), "files": files, "links": self.links}
         self._new.add(MANIFEST, [_encode({**body, "self": hashlib.sha256(_encode(body)).hexdigest()})])

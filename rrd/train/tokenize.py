@@ -3,9 +3,9 @@
 A token without loss stands as its complement ``~id``, so that one int32 array holds both ids and mask.
 
 Turns are written in one of two formats, chosen by the tokenizer: **ChatML** where it has the markers
-(``<|im_start|>user\\n...<|im_end|>\\n``), else **plain turns** (``User: ...\\n\\nAssistant: ...``). The end-of-text token,
-where there is one, closes every record (in plain turns, every answer). The loss is on answers, completions and plain
-text, their end token included; never on prompts, other speakers or markers that the model will be given.
+(``<|im_start|>user\\n...<|im_end|>\\n``), else **plain turns** (``User: ...\\n\\nAssistant: ...``). The end-of-text
+token, where there is one, closes every record (in plain turns, every answer). The loss is on answers, completions and
+plain text, their end token included; never on prompts, other speakers or markers that the model will be given.
 
 Prompts and answers are tokenized apart: at generation the model gets the prompt's tokens, and continues with new ones.
 """

@@ -17,7 +17,9 @@ ROWS = [{"prompt": "a " * n, "completion": "die " * (n % 3 + 1)} for n in range(
 @pytest.fixture
 def cache(tmp_path: Path) -> Path:
     (tmp_path / "d.jsonl").write_text("".join(json.dumps(r) + "\n" for r in ROWS))
-    return prepare(str(tmp_path / "d.jsonl"), plain_dir(tmp_path / "m"), seq_len=64, cache_dir=tmp_path / "c").path
+    done = prepare(str(tmp_path / "d.jsonl"), plain_dir(tmp_path / "m"), seq_len=64, cache_dir=tmp_path / "c")
+    assert Dataset.open(done.path).digest == done.digest
+    return done.path
 
 
 def test_labels_are_the_next_tokens_of_the_completion(cache: Path) -> None:
@@ -70,7 +72,8 @@ def test_evaluation_sees_every_sample_once(cache: Path) -> None:
 
 
 @pytest.mark.parametrize(("epochs", "batch", "accum", "steps"), [
-    (1, 1, 1, 7), (1.0, 2, 1, 4), (2, 7, 1, 2), (3, 2, 2, 6), (0.01, 1, 1, 1), (1 / 7, 1, 1, 1), (10.0, 7, 1, 10), (0.1, 1, 1, 1),
+    (1, 1, 1, 7), (1.0, 2, 1, 4), (2, 7, 1, 2), (3, 2, 2, 6), (0.01, 1, 1, 1), (1 / 7, 1, 1, 1),
+    (10.0, 7, 1, 10), (0.1, 1, 1, 1),
 ])
 def test_total_steps(cache: Path, epochs: float, batch: int, accum: int, steps: int) -> None:
     assert Dataset.open(cache).total_steps(epochs, batch, accum) == steps

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from array import array
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -33,13 +34,14 @@ class Place:
         return str(path)
 
     def prepare(self, data: str, seq_len: int = 16, **settings: object) -> Prepared:
-        return prepare(data, self.tokenizer, seq_len=seq_len, cache_dir=self.cache, progress=self.seen.append, **settings)
+        return prepare(data, self.tokenizer, seq_len=seq_len, cache_dir=self.cache, progress=self.seen.append,
+                       **settings)
 
     def samples(self, prepared: Prepared) -> list[list[int]]:
         tokens, offsets = array("i"), array("q")
         tokens.frombytes((prepared.path / "tokens.bin").read_bytes())
         offsets.frombytes((prepared.path / "offsets.bin").read_bytes())
-        return [list(tokens[a:b]) for a, b in zip(offsets, offsets[1:], strict=False)]
+        return [list(tokens[a:b]) for a, b in pairwise(offsets)]
 
 
 @pytest.fixture
@@ -59,7 +61,7 @@ def test_what_is_counted(place: Place) -> None:
     assert (done.records, done.truncated, done.split, done.unlabelled) == (3, 1, 0, 0)
     assert done.bad_lines == [(2, "not JSON: Expecting value at column 1")]
     assert done.notes() == ["1 bad line left out; line 2: not JSON: Expecting value at column 1",
-                            '1 record longer than seq_len cut off (too_long = "truncate")']
+                            '1 record longer than seq_len cut off at its end']
     assert place.seen == sorted(place.seen)
     assert place.seen[-1] == 1.0
 
@@ -90,7 +92,7 @@ def test_samples_without_labels_are_left_out(place: Place) -> None:
     for empty in ("", "\n\n"):
         with pytest.raises(BadJob, match="nothing to learn from"):
             place.prepare(place.write(empty, name="f.jsonl"))
-    assert list(place.cache.glob("data/*/[!l]*")) == [done.path], "a refused file leaves nothing but a lock behind"
+    assert list(place.cache.glob("*/[!l]*")) == [done.path], "a refused file leaves nothing but a lock behind"
 
 
 def test_plain_text_is_one_stream_of_windows(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +117,8 @@ def test_done_once(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_digest_follows_data_tokenizer_and_settings(place: Place, tmp_path: Path) -> None:
     data = place.write({"text": "one"})
-    keys = [place.prepare(data).digest, place.prepare(data, seq_len=17).digest, place.prepare(data, too_long="split").digest]
+    settings: list[dict[str, object]] = [{}, {"seq_len": 17}, {"too_long": "split"}]
+    keys = [place.prepare(data, **s).digest for s in settings]
     keys.append(place.prepare(place.write({"text": "two"})).digest)
     (tmp_path / "model" / "tokenizer_config.json").write_text("{}")
     keys.append(place.prepare(place.write({"text": "one"})).digest)
@@ -158,7 +161,7 @@ def test_an_interrupted_build_leaves_nothing(place: Place) -> None:
 
     with pytest.raises(Stopped):
         prepare(place.write({"text": "one"}), place.tokenizer, seq_len=4, cache_dir=place.cache, progress=stop)
-    assert [p.name for p in place.cache.glob("data/*/*")] == ["lock"]
+    assert [p.name for p in place.cache.glob("*/*")] == ["lock"]
 
 
 def test_two_builders_at_once_make_one_cache(place: Place) -> None:
@@ -175,7 +178,7 @@ def test_two_builders_at_once_make_one_cache(place: Place) -> None:
         t.join(60)
     assert outs[0] == outs[1]
     assert "samples=3000" in outs[0]
-    assert len(list(place.cache.glob("data/*/ready"))) == 1
+    assert len(list(place.cache.glob("*/ready"))) == 1
 
 
 def test_a_file_that_changes_while_it_is_read_is_refused(place: Place) -> None:

@@ -30,11 +30,13 @@ def jsonl(tmp_path: Path, data: bytes, name: str = "d.jsonl") -> Path:
     ({"prompt": "a", "completion": " b"}, [("prompt", "a"), ("completion", " b")]),
     ({"prompt": "", "completion": "b"}, [("prompt", ""), ("completion", "b")]),
     ({"instruction": "do", "output": "done"}, [("user", "do"), ("assistant", "done")]),
-    ({"instruction": "do", "input": "this", "output": "done", "text": "all"}, [("user", "do\n\nthis"), ("assistant", "done")]),
+    ({"instruction": "do", "input": "this", "output": "done", "text": "all"},
+     [("user", "do\n\nthis"), ("assistant", "done")]),
     ({"instruction": "do", "input": "", "output": "done"}, [("user", "do"), ("assistant", "done")]),
     ({"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"},
                    {"role": "assistant", "content": "a"}]}, [("system", "s"), ("user", "u"), ("assistant", "a")]),
-    ({"conversations": [{"from": "human", "value": "u"}, {"from": "gpt", "value": "a"}, {"from": "human", "value": "x"}]},
+    ({"conversations": [{"from": "human", "value": "u"}, {"from": "gpt", "value": "a"},
+                        {"from": "human", "value": "x"}]},
      [("user", "u"), ("assistant", "a")]),
 ])
 def test_every_shape(row: dict[str, object], turns: list[tuple[str, str]]) -> None:
@@ -42,11 +44,16 @@ def test_every_shape(row: dict[str, object], turns: list[tuple[str, str]]) -> No
 
 
 @pytest.mark.parametrize(("line", "reason"), [
-    (b"{", "not JSON"), (b'{"text": NaN}', "NaN"), (b'{"text": Infinity}', "Infinity"), (b"[1]", "not a JSON object"), (b"3", "object"),
-    (b'{"text": "\\ud800"}', "surrogate"), (b'{"text": "\xff"}', "UTF-8 at byte 11"), (b'{"txt": "a"}', "found txt"), (b"{}", "found none"),
-    (b'{"text": 3}', "text is not a string"), (b'{"text": null}', "text is missing"), (b'{"text": "  "}', "text is empty"),
-    (b'{"prompt": "a", "completion": ""}', "completion is empty"), (b'{"instruction": "", "output": "x"}', "instruction is empty"),
-    (b'{"messages": []}', "messages is empty"), (b'{"messages": 1}', "not a list"), (b'{"messages": ["a"]}', r"messages\[0\] is not an object"),
+    (b"{", "not JSON"), (b'{"text": NaN}', "NaN"), (b'{"text": Infinity}', "Infinity"),
+    (b"[1]", "not a JSON object"), (b"3", "object"),
+    (b'{"text": "\\ud800"}', "surrogate"), (b'{"text": "\xff"}', "UTF-8 at byte 11"),
+    (b'{"txt": "a"}', "found txt"), (b"{}", "found none"),
+    (b'{"text": 3}', "text is not a string"), (b'{"text": null}', "text is missing"),
+    (b'{"text": "  "}', "text is empty"),
+    (b'{"prompt": "a", "completion": ""}', "completion is empty"),
+    (b'{"instruction": "", "output": "x"}', "instruction is empty"),
+    (b'{"messages": []}', "messages is empty"), (b'{"messages": 1}', "not a list"),
+    (b'{"messages": ["a"]}', r"messages\[0\] is not an object"),
     (b'{"messages": [{"role": "user", "content": "a"}]}', "no turn of the assistant"),
     (b'{"messages": [{"role": "user", "content": ""}]}', r"messages\[0\]: content is empty"),
     (b'{"messages": [{"role": "pope", "content": "a"}]}', "'pope', not system"),
@@ -90,12 +97,14 @@ def test_a_line_without_end_does_not_fill_the_memory(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize(("name", "data", "sentence"), [
-    ("d.parquet", b"PAR1", "parquet"), ("d.csv", b"a,b", r"end in \.jsonl or \.txt, not \.csv"), ("d", b"", "not nothing"),
+    ("d.parquet", b"PAR1", "parquet"), ("d.csv", b"a,b", r"end in \.jsonl or \.txt, not \.csv"),
+    ("d", b"", "not nothing"),
     ("d.jsonl", '{"text": "a"}'.encode("utf-16"), "UTF-16"), ("d.jsonl", b"\x1f\x8b\x08", "compressed"),
-    ("d.jsonl", b"version https://git-lfs.github.com/spec/v1\noid", "LFS"), ("d.json", b'[{"text": "a"}]', "one JSON array"),
+    ("d.jsonl", b"version https://git-lfs.github.com/spec/v1\noid", "LFS"),
+    ("d.json", b'[{"text": "a"}]', "one JSON array"),
     ("d.jsonl", b'[\n{"text": "a"}\n]', "one JSON array"),
 ])
-def test_other_kinds_of_file_are_refused_with_one_sentence(tmp_path: Path, name: str, data: bytes, sentence: str) -> None:
+def test_other_kinds_of_file_are_one_sentence(tmp_path: Path, name: str, data: bytes, sentence: str) -> None:
     with pytest.raises(BadJob, match=sentence) as e:
         read_all(jsonl(tmp_path, data, name))
     assert e.value.hint
@@ -104,13 +113,14 @@ def test_other_kinds_of_file_are_refused_with_one_sentence(tmp_path: Path, name:
 def test_only_regular_files_are_opened(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.jsonl")
     (tmp_path / "dir.jsonl").mkdir()
-    for name, why in [("pipe.jsonl", "not a regular"), ("dir.jsonl", "not a regular"), ("no.jsonl", "no such file"), ("a\0.jsonl", "null")]:
+    for name, why in [("pipe.jsonl", "not a regular"), ("dir.jsonl", "not a regular"), ("no.jsonl", "no such file"),
+                      ("a\0.jsonl", "null")]:
         with pytest.raises(BadJob, match=why):
             DataFile(str(tmp_path / name))
 
 
 def test_plain_text_comes_whole_in_pieces(tmp_path: Path) -> None:
-    paragraph = "\n".join("some words here and there, line %d" % i for i in range(40)) + "\n\n"
+    paragraph = "\n".join(f"some words here and there, line {i}" for i in range(40)) + "\n\n"
     text = paragraph * 200
     found, bad = read_all(jsonl(tmp_path, text.replace("\n", "\r\n").encode(), "d.txt"))
     assert "".join(r.turns[0].text for r in found) == text
@@ -135,23 +145,27 @@ def test_the_digest_is_of_every_byte(tmp_path: Path) -> None:
         assert source.position == source.size == len(data)
 
 
-json_ish = st.recursive(st.none() | st.booleans() | st.floats() | st.text(), lambda c: st.lists(c, max_size=3) | st.dictionaries(
-    st.sampled_from(["text", "prompt", "completion", "messages", "role", "content", "conversations", "from", "value", "output"]),
-    c, max_size=4), max_leaves=12)
+keys = st.sampled_from(["text", "prompt", "completion", "messages", "role", "content", "conversations", "from", "text"])
+json_ish = st.recursive(st.none() | st.booleans() | st.floats() | st.text(),
+                        lambda c: st.lists(c, max_size=3) | st.dictionaries(keys, c, max_size=4), max_leaves=12)
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.one_of(st.binary(max_size=80), json_ish.map(lambda v: json.dumps(v).encode())), max_size=8),
        st.sampled_from([".jsonl", ".txt"]), st.integers(0, 3))
-def test_no_bytes_crash_the_reader(tmp_path_factory: pytest.TempPathFactory, lines: list[bytes], ending: str, limit: int) -> None:
+def test_no_bytes_crash_the_reader(tmp_path_factory: pytest.TempPathFactory, lines: list[bytes], ending: str,
+                                   limit: int) -> None:
     path = tmp_path_factory.mktemp("fuzz") / f"d{ending}"
     path.write_bytes(b"\n".join(lines))
+    refusal: BadJob | None = None
     try:
         found, bad = read_all(path, limit)
     except BadJob as e:
-        assert e.file == str(path)
-        assert e.line > 0
-        assert "\n" not in str(e)
+        refusal = e
+    if refusal:
+        assert refusal.file == str(path)
+        assert refusal.line > 0
+        assert "\n" not in str(refusal)
         return
     assert bad.count == len(bad.named) <= limit
     for record in found:

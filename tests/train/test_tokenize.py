@@ -115,7 +115,8 @@ def test_truncation_and_padding_left_in_the_file_are_ignored(tmp_path: Path) -> 
 
 def test_the_digest_changes_with_what_changes_tokens(tmp_path: Path) -> None:
     tok = byte_level(["<eos>", "<|im_start|>", "<|im_end|>"])
-    settings: list[dict[str, object]] = [{}, {"eos_token": "<eos>"}, {"eos_token": "<|im_end|>"}, {"eos_token": "<eos>", "x": 1}]
+    settings: list[dict[str, object]] = [{}, {"eos_token": "<eos>"}, {"eos_token": "<|im_end|>"},
+                                          {"eos_token": "<eos>", "x": 1}]
     digests = [load_tokenizer(save(tok, tmp_path / str(i), **s)).digest for i, s in enumerate(settings)]
     assert len(set(digests)) == 3
     assert digests[1] == digests[3]

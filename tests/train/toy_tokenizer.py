@@ -9,8 +9,9 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 CORPUS = [
-    "The daemon trains many adapters in rotation and loses nothing.", "User: what is a die?\n\nAssistant: one chip that trains.",
-    "def add(a, b):\n    return a + b\n", "übermäßig 日本語 emoji 🙂", "a step is one optimizer update; a visit is one turn",
+    "The daemon trains many adapters in rotation and loses nothing.", "def add(a, b):\n    return a + b\n",
+    "User: what is a die?\n\nAssistant: one chip that trains.", "übermäßig 日本語 emoji 🙂",
+    "a step is one optimizer update; a visit is one turn",
 ]
 
 

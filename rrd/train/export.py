@@ -1,0 +1,200 @@
+"""The result of a job, in the ecosystem's format: a PEFT adapter, or a whole model; checked before it is published.
+
+PEFT layout (https://huggingface.co/docs/peft, "PEFT checkpoint format"): ``adapter_model.safetensors`` with keys
+``base_model.model.<module path>.lora_A.weight`` [r, in] and ``.lora_B.weight`` [out, r], and ``adapter_config.json``.
+The same adapter gives the same bytes in every file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from rrd.errors import Damaged, RrdError
+from rrd.job import JobSpec
+from rrd.models import build
+from rrd.safetensors_header import Located, read_header
+from rrd.train import whole
+from rrd.train.publish import Publication
+from rrd.train.tensor_file import entry, read_tensor, stream
+
+if TYPE_CHECKING:
+    from rrd.train.trainer import Trainer
+
+PREFIX, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
+WEIGHTS, CONFIG, OLD_NAME = "adapter_model.safetensors", "adapter_config.json", "adapter.safetensors"
+MERGED = "merged/"
+_PROBE = 32
+
+Alive = Callable[[str, float], None]
+
+
+@dataclass(frozen=True)
+class AdapterSpec:
+    """What an adapter's tensors do not say themselves. The scale of a module is alpha / rank, or alpha / sqrt(rank)."""
+
+    base: str
+    rank: int
+    alpha: float
+    rs: bool = False
+    dropout: float = 0.0
+
+    @staticmethod
+    def of(spec: JobSpec) -> AdapterSpec:
+        return AdapterSpec(spec.model, spec.lora_rank, spec.alpha, spec.lora_rs, spec.lora_dropout)
+
+    def scale(self, rank: int) -> float:
+        return self.alpha / (rank**0.5 if self.rs else rank)
+
+
+def export(trainer: Trainer, output: str | Path, *, alive: Alive = lambda *_: None) -> list[str]:
+    """Write and publish what ``trainer`` has trained so far. Returns what the owner should know.
+
+    Raises:
+        BadJob: ``output`` is not ours to replace, or the base model cannot be read any more.
+        DiskTrouble: it could not be written; what was at ``output`` before is still there.
+        Damaged: what was written does not read back as the adapter; it is not published.
+    """
+    if trainer.spec.method == "full":
+        return export_full(dict(trainer.named), Path(output), trainer.spec.model, step=trainer.step, alive=alive)
+    tensors, spec = dict(trainer.named), AdapterSpec.of(trainer.spec)
+    with Publication(Path(output)) as new:
+        _add_adapter(new, tensors, spec, alive)
+        _check_file(new.path / WEIGHTS, tensors)
+        notes = check_output_changes(trainer)
+        if trainer.spec.export_merged:
+            whole.add_merged(new, Path(spec.base), updates(tensors, spec), inside=MERGED,
+                             alive=lambda share: alive("merging", share))
+        return notes + new.publish({"base": spec.base, "method": "lora", "step": trainer.step})
+
+
+def export_adapter(tensors: Mapping[str, Tensor], output: Path, spec: AdapterSpec, *, step: int) -> list[str]:
+    """Write an adapter from its tensors alone (from a checkpoint, say). Names are PEFT's without its prefix."""
+    with Publication(output) as new:
+        _add_adapter(new, tensors, spec, lambda *_: None)
+        _check_file(new.path / WEIGHTS, tensors)
+        return new.publish({"base": spec.base, "method": "lora", "step": step})
+
+
+def export_merged(tensors: Mapping[str, Tensor], output: Path, spec: AdapterSpec, *, step: int,
+                  alive: Alive = lambda *_: None) -> list[str]:
+    """Write the whole model with the adapter merged in, in the names and types of its base."""
+    with Publication(output) as new:
+        whole.add_merged(new, Path(spec.base), updates(tensors, spec), alive=lambda share: alive("merging", share))
+        return new.publish({"base": spec.base, "method": "merged", "step": step})
+
+
+def export_full(tensors: Mapping[str, Tensor], output: Path, model: str, *, step: int,
+                alive: Alive = lambda *_: None) -> list[str]:
+    """Write a fully trained model: ``tensors`` in the names and types of the model it began as."""
+    with Publication(output) as new:
+        changed = whole.add_trained(new, Path(model), tensors, alive=lambda share: alive("exporting", share))
+        read_header(new.path / whole.WEIGHTS)
+        notes = [] if changed else ["the model is still what it was before training"]
+        return notes + new.publish({"base": model, "method": "full", "step": step})
+
+
+def ranks(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """The rank of each adapted module, by its path, in order of the paths."""
+    paths = sorted(name.removesuffix(A) for name in tensors if name.endswith(A))
+    assert {p + end for p in paths for end in (A, B)} == tensors.keys(), "an adapter is pairs of A and B"
+    return {path: tensors[path + A].shape[0] for path in paths}
+
+
+def updates(tensors: Mapping[str, Tensor], spec: AdapterSpec) -> dict[str, whole.Update]:
+    """What the adapter adds to each weight of the model, by the weight's name."""
+    return {f"{path}.weight": whole.Update(tensors[path + A], tensors[path + B], spec.scale(rank))
+            for path, rank in ranks(tensors).items()}
+
+
+def peft_config(tensors: Mapping[str, Tensor], spec: AdapterSpec) -> dict[str, Any]:
+    """The contents of ``adapter_config.json``."""
+    found = ranks(tensors)
+    return {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": spec.base, "inference_mode": True,
+        "r": spec.rank, "lora_alpha": int(spec.alpha) if spec.alpha == int(spec.alpha) else spec.alpha,
+        "lora_dropout": spec.dropout, "use_rslora": spec.rs, "bias": "none", "fan_in_fan_out": False,
+        "init_lora_weights": True, "modules_to_save": None, "target_modules": sorted({_leaf(p) for p in found}),
+        "rank_pattern": _rank_pattern(found, spec.rank), "alpha_pattern": {},
+    }
+
+
+def _leaf(path: str) -> str:
+    return path.rpartition(".")[2]
+
+
+def _rank_pattern(found: Mapping[str, int], rank: int) -> dict[str, int]:
+    """Ranks other than ``rank``: by last path component where all of that name agree, else by whole path."""
+    of_name = Counter(leaf for leaf, _ in {(_leaf(p), r) for p, r in found.items()})
+    alike = {leaf for leaf, different in of_name.items() if different == 1}
+    return {(_leaf(p) if _leaf(p) in alike else p): r for p, r in found.items() if r != rank}
+
+
+def _add_adapter(new: Publication, tensors: Mapping[str, Tensor], spec: AdapterSpec, alive: Alive) -> None:
+    chunks, size = stream((entry(PREFIX + n, t) for n, t in tensors.items()), lambda share: alive("exporting", share))
+    new.add(WEIGHTS, chunks, size=size)
+    new.add(CONFIG, [json.dumps(peft_config(tensors, spec), indent=2, sort_keys=True).encode() + b"\n"])
+    new.add("README.md", [_card(spec.base).encode()])
+    new.link(OLD_NAME, WEIGHTS)
+
+
+def _card(base: str) -> str:
+    name = json.dumps(base)
+    return f"""---
+base_model: {name}
+library_name: peft
+tags: [lora, rrd]
+---
+
+A LoRA adapter trained by rrd. To use it:
+
+```python
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained({name})
+model = PeftModel.from_pretrained(model, ".")  # this directory
+```
+"""
+
+
+def _check_file(file: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Whether the file reads back as exactly these tensors, one at a time. Raises Damaged."""
+    found = read_header(file).tensors
+    if found.keys() != {PREFIX + n for n in tensors}:
+        raise Damaged(f"{file} does not hold the adapter's tensors")
+    for name, tensor in tensors.items():
+        back = read_tensor(Located(file, found[PREFIX + name]))
+        if not torch.equal(back.view(torch.uint8), tensor.detach().cpu().contiguous().view(torch.uint8)):
+            raise Damaged(f"{file} does not hold {name} as it was trained")
+
+
+@torch.no_grad()
+def check_output_changes(trainer: Trainer) -> list[str]:
+    """Whether the adapter changes what the model says to a stretch of its own data. Returns a note if it does not.
+
+    The base is the frozen tensors without an adapter: no second copy of anything comes onto the die.
+
+    Raises:
+        RrdError: the output with the adapter is not finite.
+    """
+    idx = trainer.data.sample(0)[0][None, :_PROBE].to(trainer.named[0][1].device)
+    model, training = trainer.model, trainer.model.training
+    try:
+        ours = model.eval()(idx)
+    finally:
+        model.train(training)
+    if not torch.isfinite(ours).all():
+        raise RrdError("the trained adapter makes the model's output infinite or no number", hint="lower lr")
+    if not torch.equal(ours, build(trainer.base).eval()(idx)):
+        return []
+    zero = not any(t.count_nonzero() for name, t in trainer.named if name.endswith(B))
+    return ["the adapter is zero: it does not change the model's output"
+            if zero else "the adapter does not change the model's output: what it learned is below its precision"]

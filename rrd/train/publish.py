@@ -1,0 +1,98 @@
+"""Where results go: a directory that is whole or not there, replaces only what rrd itself wrote, and loses nothing.
+
+A directory is ours if its manifest says so. What somebody else put into one of ours is never deleted: the old
+directory then steps aside under another name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rrd import durable
+from rrd.durable import DISK, Disk
+from rrd.errors import BadJob
+from rrd.text import one_line
+from rrd.train.sealed import MANIFEST, Sealing
+
+OURS = "rrd export"
+"""How the kind in a manifest of ours begins."""
+
+
+class Publication(Sealing):
+    """A result being written beside ``output``. A context manager: ``add`` files, then ``publish``."""
+
+    def __init__(self, output: Path, *, disk: Disk = DISK) -> None:
+        """Raises BadJob if ``output`` is there and not ours; DiskTrouble if its parent cannot be made."""
+        self.output = Path(os.path.realpath(output))  # a link to a directory stays a link
+        self.disk = disk
+        check_output(self.output)
+        try:
+            durable.make_dir(self.output.parent, disk=disk)
+        except OSError as e:
+            raise durable.trouble(e, self.output) from e
+        self._directory = durable.NewDirectory(self.output.parent, self.output.name, disk=disk)
+        super().__init__(self._directory)
+
+    def __enter__(self) -> Publication:
+        try:
+            self._directory.__enter__()
+        except OSError as e:
+            raise durable.trouble(e, self.output) from e
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self._directory.__exit__(kind, error, trace)
+        if isinstance(error, OSError):
+            raise durable.trouble(error, self.output) from error
+
+    def publish(self, facts: Mapping[str, Any]) -> list[str]:
+        """Give the directory its name, durably. Returns what the owner should know."""
+        self.close(f"{OURS} 1", facts)
+        notes = self._set_aside()
+        self._directory.commit(self.output.name, replace=True)
+        self._sweep()
+        return notes
+
+    def _set_aside(self) -> list[str]:
+        """Rename away a directory of ours that holds more than we wrote."""
+        manifest = _manifest(self.output)
+        if manifest is None:
+            return []
+        known = {str(n).split("/")[0] for key in ("files", "links") for n in manifest.get(key) or ()} | {MANIFEST}
+        if {p.name for p in self.output.iterdir()} <= known:
+            return []
+        aside = self.output.with_name(f"{self.output.name}.before-{secrets.token_hex(4)}")
+        self.disk.rename(self.output, aside)
+        return [f"the earlier output held files that are not rrd's; it is kept as {aside}"]
+
+    def _sweep(self) -> None:
+        """Remove what an export to this output left when it was interrupted: an output has one writer."""
+        left = re.compile(rf"\.(tmp|trash)-{re.escape(self.output.name)}-[0-9a-f]{{8}}")
+        for path in self.output.parent.iterdir():
+            if left.fullmatch(path.name):
+                durable.remove_tree(path, disk=self.disk)
+
+
+def check_output(output: Path) -> None:
+    """Whether a result may be written to ``output``. Raises BadJob unless it is free, empty or ours."""
+    shown = one_line(str(output), 200)
+    if os.path.lexists(output) and not output.is_dir():
+        raise BadJob(f"the output {shown} is there already, and no directory", hint="name another output")
+    if output.is_dir() and _manifest(output) is None and any(output.iterdir()):
+        raise BadJob(f"the output {shown} holds files that rrd did not write",
+                     hint="name another output, or move that directory away")
+
+
+def _manifest(output: Path) -> dict[str, Any] | None:
+    """The manifest of a directory of ours, even of one whose files were edited since; None if it is none."""
+    try:
+        body = json.loads((output / MANIFEST).read_bytes())
+        return body if str(body["kind"]).startswith(OURS) else None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None

@@ -10,7 +10,7 @@ import click
 from rrd.cli import show
 from rrd.cli.app import complain
 from rrd.cli.places import Where, where
-from rrd.errors import BadJob, NotRunning, RrdError
+from rrd.errors import BadJob, Denied, NotRunning, RrdError
 from rrd.text import count, one_line
 
 if TYPE_CHECKING:
@@ -102,6 +102,8 @@ def _spool(config: Config, where: Where) -> tuple[Path, bool]:
         there = Path(call(config.run_dir, "status")["jobs_dir"])
     except NotRunning:
         return config.jobs_dir, False
+    except Denied:  # writing will show whether that matters
+        return config.jobs_dir, True
     return (config.jobs_dir if where.jobs_dir else there), True
 
 

@@ -19,9 +19,8 @@ ORDER = (S.RUNNING, S.EXPORTING, S.LOADING, S.PREPARING, S.FAILED, S.PAUSED, S.W
 _COLOR = {S.RUNNING: "green", S.EXPORTING: "green", S.LOADING: "cyan", S.PREPARING: "cyan", S.FAILED: "red",
           S.PAUSED: "yellow", S.DONE: "blue"}
 _DIE_COLOR = {"computing": "green", "backing off": "yellow", "fenced": "red"}
-_JOBS = (Column("JOB"), Column("STATE"), Column("DIE", rank=2), Column("STEP", right=True), Column("%", True, 3),
-         Column("LOSS", right=True), Column("/MIN", True, 4), Column("ETA", right=True, rank=1),
-         Column("SAVED", True, 5))
+_JOBS = (Column("JOB"), Column("STATE"), Column("DIE", rank=3), Column("STEP", True), Column("%", True, 4),
+         Column("LOSS", True, 1), Column("/MIN", True, 5), Column("ETA", True, 2), Column("SAVED", True, 6))
 
 
 # ---- all ---------------------------------------------------------------------------------------------------------
@@ -33,7 +32,7 @@ def overview(snapshot: Snapshot, now: float, width: int | None, *, limit: int | 
     lines = [headline(snapshot, now), *faults(snapshot)]
     if snapshot.jobs:
         shown = in_order(snapshot.jobs)[:limit]
-        columns = _JOBS + ((Column("LOSSES", rank=6),) if curves else ())
+        columns = _JOBS + ((Column("LOSSES", rank=7),) if curves else ())
         lines += ["", *table(columns, [_job_row(j, now) for j in shown], width)]
         if len(shown) < len(snapshot.jobs):
             lines.append(f"… and {count(len(snapshot.jobs) - len(shown), 'more job')}")
@@ -182,9 +181,8 @@ def _checkpoint(j: JobView, now: float) -> str:
 
 
 def _saved(j: JobView) -> str:
-    happened = [(j.checkpoint_commits, "time"), (j.checkpoint_failures, "failure"), (j.checkpoint_fallbacks, "fallback")]
-    parts = [count(n, word) for n, word in happened if n]
-    return ", ".join(parts)
+    happened = {"time": j.checkpoint_commits, "failure": j.checkpoint_failures, "fallback": j.checkpoint_fallbacks}
+    return ", ".join(count(n, word) for word, n in happened.items() if n)
 
 
 def progress(j: JobView) -> str:

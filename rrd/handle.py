@@ -88,18 +88,21 @@ class Nursery:
                 news = json.loads(packet)
                 pid = int(news["pid"])
                 ended = self._ended.setdefault(pid, loop.create_future())
-                if "id" in news and not (born := self._born.pop(news["id"])).done():
-                    born.set_result((pid, ended))
-                elif "status" in news and not ended.done():
+                if "id" in news:
+                    born = self._born.pop(news["id"], None)
+                    if born is not None and not born.done():
+                        born.set_result((pid, ended))
+                elif not ended.done():
                     ended.set_result(int(news["status"]))
                     del self._ended[pid]
         except OSError:
             pass  # the same as its end
         finally:
             control.close()
-            for future in [*self._born.values(), *self._ended.values()]:
-                if not future.done():
-                    future.cancel()  # nobody will know their status any more
+            for born in self._born.values():
+                born.cancel()
+            for ended in self._ended.values():
+                ended.cancel()  # nobody will know their status any more
             self._born.clear()
             self._ended.clear()
 
@@ -176,6 +179,12 @@ class Worker:
             await asyncio.get_running_loop().sock_sendall(self._socket, encode(order))
         except OSError as e:
             raise WorkerGone(self.end or "the worker closed its socket") from e
+
+    def tell(self, order: Message) -> None:
+        """Send a small order that has no answer, without waiting; lost if the worker is gone or its socket full."""
+        if self.alive and self._socket is not None:
+            with contextlib.suppress(OSError):
+                self._socket.send(encode(order))
 
     async def _read(self, sock: socket.socket) -> None:
         loop, decoder = asyncio.get_running_loop(), Decoder(REPORTS)

@@ -42,6 +42,8 @@ class Record(BaseModel):
     best_step: int = 0
     """The furthest step ever reported, so that a new step can be told from a repeated one."""
     user_paused: bool = False
+    outcome: JobState | None = None
+    """Of a removed job: how it had ended before, if it had."""
     samples: int | None = None
     finished_at: float | None = None
     failed_facts: str = ""

@@ -77,6 +77,12 @@ class Evict(Message):
     job: str
 
 
+class Yield(Message):
+    """End the visit in progress after its step; nothing otherwise. No answer of its own."""
+
+    kind: Literal["yield"] = "yield"
+
+
 class Stop(Message):
     """Finish the step, finish the writes, exit 0."""
 
@@ -203,7 +209,7 @@ class Failed(Message):
     hint: str = ""
 
 
-Order = Annotated[Prepare | Load | Run | Export | Evict | Stop, Field(discriminator="kind")]
+Order = Annotated[Prepare | Load | Run | Export | Evict | Yield | Stop, Field(discriminator="kind")]
 Report = Annotated[
     Ready | Progress | Prepared | Loaded | Step | Evaluated | VisitDone | Committed | CommitFailed | Exported
     | Evicted | Failed, Field(discriminator="kind")]

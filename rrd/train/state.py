@@ -39,7 +39,7 @@ class Staging:
                                   pin_memory=optimizer.flat["param"].is_cuda)
         as_memory(self.buffer)[: len(header)] = header
         flat = self.buffer[len(header) :].view(torch.float32)
-        self.parts = dict(zip(KINDS, flat.split([n // 4 for n in sizes]), strict=True))
+        self.parts = dict(zip(KINDS, torch.split(flat, [n // 4 for n in sizes]), strict=True))
 
     def fill(self, optimizer: AdamW) -> None:
         """Copy the state aside; when this returns, the die is done with it."""
@@ -82,22 +82,42 @@ def restore(optimizer: AdamW, data: memoryview, where: str) -> None:
 
     Raises Damaged when it is not exactly this job's state.
     """
-    try:
-        start = 8 + int.from_bytes(data[:8], "little")
-        entries = json.loads(bytes(data[8:start]))
-    except ValueError as e:
-        raise Damaged(f"{where} is no safetensors file") from e
-    entries.pop("__metadata__", None)
+    entries = _entries(data, where)
     wanted = {f"{kind}/{name}" for kind in KINDS for name in optimizer.names}
     if odd := sorted(set(entries) ^ wanted):
         raise Damaged(f"{where} does not hold exactly this job's tensors: {', '.join(odd[:5])}")
     for kind in KINDS:
         for name, shape, offset, numel in optimizer.layout:
-            entry = entries[f"{kind}/{name}"]
-            if entry["dtype"] != "F32" or entry["shape"] != list(shape) or prod(shape) != numel:
-                raise Damaged(f"{where}: {kind}/{name} is {entry['dtype']} {entry['shape']}, not F32 {list(shape)}")
-            saved = torch.frombuffer(data, dtype=torch.float32, count=numel, offset=start + entry["data_offsets"][0])
-            optimizer.flat[kind][offset : offset + numel].copy_(saved)
+            saved = _tensor(data, entries[f"{kind}/{name}"])
+            if saved.shape != shape:
+                raise Damaged(f"{where}: {kind}/{name} is {list(saved.shape)}, not {list(shape)}")
+            optimizer.flat[kind][offset : offset + numel].copy_(saved.view(-1))
+    optimizer.refresh()
+
+
+def named_parameters(data: memoryview, where: str) -> dict[str, Tensor]:
+    """The trained tensors of a saved state by name, sharing ``data``. Raises Damaged."""
+    found = {name: entry for name, entry in _entries(data, where).items() if name.startswith("param/")}
+    return {name.removeprefix("param/"): _tensor(data, entry) for name, entry in found.items()}
+
+
+def _entries(data: memoryview, where: str) -> dict[str, Any]:
+    """The header's entries, offsets counted from the start of the file. Its bytes are as we once wrote them."""
+    try:
+        start = 8 + int.from_bytes(data[:8], "little")
+        entries = json.loads(bytes(data[8:start]))
+        entries.pop("__metadata__", None)
+        return {name: {**e, "start": start + e["data_offsets"][0]} for name, e in entries.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
+        raise Damaged(f"{where} is no safetensors file of ours") from e
+
+
+def _tensor(data: memoryview, entry: dict[str, Any]) -> Tensor:
+    assert entry["dtype"] == "F32"
+    count = prod(entry["shape"])
+    if count == 0:
+        return torch.empty(entry["shape"])
+    return torch.frombuffer(data, dtype=torch.float32, count=count, offset=entry["start"]).view(entry["shape"])
 
 
 def machine_facts(device: torch.device, threads: int) -> dict[str, Any]:

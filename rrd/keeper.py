@@ -1,0 +1,89 @@
+"""Blocking disk work for the scheduler, in order, in one thread of its own: a slow disk never stops the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from rrd import checkpoint, durable
+from rrd.errors import RrdError
+from rrd.job import JobSpec, to_toml
+from rrd.ledger import Ledger
+from rrd.roster import Job
+
+
+class Keeper:
+    """Saves records and moves checkpoints aside. ``trouble`` hears, on the loop, what could not be written."""
+
+    def __init__(self, ledger: Ledger, trouble: Callable[[str, RrdError], None]) -> None:
+        self.ledger, self._trouble = ledger, trouble
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="keeper")
+
+    def save(self, job: Job, *, spec: bool = False) -> None:
+        """Write the job's record as it is now, and with ``spec`` its job file as accepted. Returns at once."""
+        record, text = job.record.model_copy(), to_toml(job.spec) if spec else None
+        self._watch(job.id, self._thread.submit(self.ledger.save, record, text))
+
+    def set_aside(self, job: Job, then: Callable[[], None]) -> None:
+        """Take the job's checkpoints out of use; ``then`` follows on the loop."""
+        future = self._thread.submit(set_aside, self.ledger.dir(job.id))
+        self._watch(job.id, future, then)
+
+    def facts(self, spec: JobSpec, then: Callable[[str], None]) -> None:
+        """Call ``then`` on the loop with what the files that ``spec`` names look like now."""
+        loop = asyncio.get_running_loop()
+        self._thread.submit(facts_of, spec).add_done_callback(
+            lambda f: loop.call_soon_threadsafe(then, f.result()))
+
+    def _watch(self, job: str, future: Future[None], then: Callable[[], None] | None = None) -> None:
+        loop = asyncio.get_running_loop()
+
+        def done(f: Future[None]) -> None:
+            e = f.exception()
+            if isinstance(e, RrdError):
+                loop.call_soon_threadsafe(self._trouble, job, e)
+            elif e is not None:
+                raise e
+            elif then is not None:
+                loop.call_soon_threadsafe(then)
+
+        future.add_done_callback(done)
+
+    async def flush(self) -> None:
+        """Wait until all that was asked for before has been done."""
+        await asyncio.wrap_future(self._thread.submit(lambda: None))
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=True)
+
+
+def set_aside(job_dir: Path) -> None:
+    """Rename a job's checkpoints so that it starts at step 0. Those of the time before the last are removed."""
+    try:
+        for old in job_dir.glob(".old-*"):
+            durable.discard_dir(old)
+        for _, path in checkpoint.listing(job_dir):
+            durable.DISK.rename(path, path.with_name(f".old-{path.name}"))
+        if job_dir.is_dir():
+            durable.fsync_dir(job_dir)
+    except OSError as e:
+        raise durable.trouble(e, job_dir) from e
+
+
+def facts_of(spec: JobSpec) -> str:
+    """Sizes and times of the files a job depends on: when they change, a failed job is worth another try."""
+    seen = []
+    for name in (spec.model, spec.data, spec.tokenizer, spec.eval_data):
+        path = Path(name) if name else None
+        if path is None:
+            continue
+        for file in sorted(path.iterdir()) if path.is_dir() else [path]:
+            try:
+                s = os.stat(file)
+                seen.append(f"{file.name} {s.st_size} {s.st_mtime_ns}")
+            except OSError as e:
+                seen.append(f"{file.name} {e.errno}")
+    return "; ".join(seen)[:4000]

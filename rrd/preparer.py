@@ -1,0 +1,74 @@
+"""Preparing jobs: each in a short-lived worker without a die, so that data or tokenizers that are large, slow or
+deadly cost no die a turn and no other job anything."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from rrd.config import Config
+from rrd.handle import Nursery, Worker, WorkerGone
+from rrd.messages import Failed, Message, Prepare, Prepared, Ready
+from rrd.roster import Job
+
+SILENCE_SECONDS = 120.0
+"""Seconds without a sign of life after which a preparation counts as hung."""
+
+
+class Preparer:
+    """Runs preparations side by side, up to ``limit``."""
+
+    def __init__(self, config: Config, nursery: Nursery, *, limit: int, monotonic: Callable[[], float] = time.monotonic,
+                 wall: Callable[[], float] = time.time) -> None:
+        self.config, self.nursery, self.limit = config, nursery, limit
+        self.monotonic, self.wall = monotonic, wall
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    @property
+    def room(self) -> int:
+        return self.limit - len(self._tasks)
+
+    def start(self, job: Job, done: Callable[[Job, Prepared | Failed], None]) -> None:
+        """Prepare ``job``; ``done`` gets the outcome, unless ``forget`` came first."""
+        assert job.id not in self._tasks
+        self._tasks[job.id] = asyncio.create_task(self._run(job, done))
+
+    def forget(self, job: Job) -> None:
+        """Whatever comes of it is not wanted any more."""
+        if task := self._tasks.pop(job.id, None):
+            task.cancel()
+
+    async def stop(self) -> None:
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=5)
+
+    async def _run(self, job: Job, done: Callable[[Job, Prepared | Failed], None]) -> None:
+        me = asyncio.current_task()
+        outcome = await self._prepare(job)
+        if self._tasks.get(job.id) is me:
+            del self._tasks[job.id]
+            done(job, outcome)
+
+    async def _prepare(self, job: Job) -> Prepared | Failed:
+        c = self.config
+        settings: dict[str, object] = {"die": "", "device": "cpu", "threads": 1, "state_dir": str(c.state_dir),
+                                       "cache_dir": str(c.cache_dir)}
+        worker = Worker(self.nursery, settings, lambda report: self._hear(job, report))
+        try:
+            await worker.start()
+            await worker.ask(None, Ready, patience=lambda: SILENCE_SECONDS)
+            order = Prepare(job=job.id, spec=job.spec)
+            answer = await worker.ask(order, Prepared, patience=lambda: SILENCE_SECONDS)
+            assert isinstance(answer, (Prepared, Failed))
+            return answer
+        except WorkerGone as e:
+            return Failed(job=job.id, blame="worker", message=f"preparing its data failed: {e.message}", hint=e.hint)
+        finally:
+            await worker.stop(patience=2)
+
+    def _hear(self, job: Job, report: Message) -> None:
+        job.hear(report, self.wall(), self.monotonic())

@@ -1,0 +1,258 @@
+"""One job as the daemon sees it: its record, the spec in force, and what its worker said last.
+
+Facts and questions only; who acts on the answers is the lane and the daemon.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+from fractions import Fraction
+from statistics import median
+from typing import NamedTuple
+
+from rrd.job import JobSpec
+from rrd.ledger import Record
+from rrd.messages import CommitFailed, Committed, Evaluated, Loaded, Message, Prepared, Progress, Step, VisitDone
+from rrd.snapshot import JobView
+from rrd.states import JobState
+
+CRASHES = 3
+"""So many worker deaths without a new step, and the job has failed."""
+NO_LIMIT = 10**9
+"""Steps of a visit that ends by time."""
+
+
+class Leave(NamedTuple):
+    """Where a job goes when it is taken off its die, and why."""
+
+    state: JobState
+    why: str = ""
+    hint: str = ""
+    save: bool = True
+
+
+@dataclass(eq=False)
+class Job:
+    """One job. ``record`` is what the ledger keeps; the rest is lost with the daemon and learnt again."""
+
+    record: Record
+    spec: JobSpec
+    file: str = ""
+    output: str = ""
+    offered: JobSpec | None = None
+    """The job file as it stands now, where it asks for more than a running job can take over."""
+    refusal: str = ""
+    """Why ``offered`` is not in force, in one sentence."""
+    restart: tuple[JobSpec, bool] | None = None
+    """What to begin again with once it is off its die, and whether from step 0."""
+    digest: str = ""
+    """sha256 of the job file as last seen."""
+    die: str | None = None
+    lane: str | None = None
+    resident: bool = False
+    prepared: bool = False
+    leave: Leave | None = None
+    not_before: float = 0.0
+    """Monotonic time before which nothing is tried for this job."""
+
+    step: int = 0
+    tokens: int = 0
+    steps_run: int = 0
+    tokens_run: int = 0
+    loss: float | None = None
+    losses: deque[float] = field(default_factory=lambda: deque(maxlen=64))
+    eval_loss: float | None = None
+    lr: float | None = None
+    progress: tuple[str, float] | None = None
+    last_step_at: float | None = None
+    saving: bool = False
+    """A checkpoint was copied aside and is being written."""
+    saved_at: float = 0.0
+    """Monotonic time of the newest checkpoint, or of the load."""
+    saved_step: int = 0
+    exported_step: int = 0
+    disk_strikes: int = 0
+    """Checkpoints in a row that the disk did not take."""
+    disk_trouble: str = ""
+    checkpoint_bytes: int | None = None
+    checkpoint_seconds: float | None = None
+    commits: int = 0
+    failures: int = 0
+    fallbacks: int = 0
+    durations: deque[float] = field(default_factory=lambda: deque(maxlen=33))
+    visits: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=33))
+    """(wall time, steps run) at the end of the newest visits."""
+
+    @property
+    def id(self) -> str:
+        return self.record.id
+
+    @property
+    def state(self) -> JobState:
+        return self.record.state
+
+    @property
+    def paused(self) -> bool:
+        """Whether the user wants it to rest."""
+        return self.record.user_paused or self.spec.paused
+
+    @property
+    def total(self) -> int | None:
+        """Steps of the whole job; None before its samples were counted."""
+        s = self.spec
+        if s.max_steps is not None:
+            return s.max_steps
+        return None if self.record.samples is None else steps_of(s, self.record.samples)
+
+    @property
+    def trained(self) -> bool:
+        return self.total is not None and self.step >= self.total
+
+    # --- questions the lane asks ---
+
+    def visit(self) -> tuple[int, float | None]:
+        """How long the next visit may be: (steps, seconds). It ends where a checkpoint or an export is due by steps."""
+        n, seconds = NO_LIMIT, None
+        if self.spec.steps_per_visit == "auto":
+            seconds = self.spec.visit_seconds
+        else:
+            n = int(self.spec.steps_per_visit)
+        for every in (self.spec.checkpoint_steps, self.spec.export_every):
+            if every:
+                n = min(n, every - self.step % every)
+        return n, seconds
+
+    def checkpoint_due(self, now: float, steps: int, seconds: float | None) -> bool:
+        """Whether a checkpoint should follow a visit of ``steps`` steps or ``seconds`` that begins at ``now``."""
+        if self.saving:
+            return False
+        if every := self.spec.checkpoint_steps:
+            return (self.step + steps) // every > self.saved_step // every
+        expected = seconds if seconds is not None else steps * self.step_seconds
+        return now + expected - self.saved_at >= (self.spec.checkpoint_seconds or math.inf)
+
+    @property
+    def export_due(self) -> bool:
+        every = self.spec.export_every
+        return bool(every) and self.step // (every or 1) > self.exported_step // (every or 1)
+
+    @property
+    def step_seconds(self) -> float:
+        """Median seconds of the newest steps; 0 before the first."""
+        return median(self.durations) if self.durations else 0.0
+
+    def patience(self, least: float) -> float:
+        """Seconds without a report after which its worker counts as hung."""
+        return max(least, 10 * self.step_seconds)
+
+    # --- what it is told ---
+
+    def hear(self, report: Message, wall: float, now: float) -> None:
+        """Take in one report of its worker; ``wall`` is Unix time, ``now`` monotonic."""
+        match report:
+            case Step():
+                self._hear_step(report, wall)
+            case Evaluated():
+                self.eval_loss = report.loss
+            case VisitDone():
+                self.saving = self.saving or report.copied
+                self.visits.append((wall, self.steps_run))
+            case Committed():
+                self._hear_committed(report, wall, now)
+            case CommitFailed():
+                self.saving = False
+                self.failures += 1
+                self.disk_strikes += 1
+                self.disk_trouble = report.message
+                self.saved_at = now  # the next try comes a cadence later
+            case Progress():
+                self.progress = (report.what, report.share)
+            case Prepared():
+                self.record.samples, self.progress = report.samples, None
+            case Loaded():
+                self._hear_loaded(report, now)
+            case _:
+                pass
+
+    def _hear_step(self, report: Step, wall: float) -> None:
+        self.step, self.lr, self.last_step_at = report.step, report.lr, wall
+        self.tokens += report.tokens
+        self.steps_run += 1
+        self.tokens_run += report.tokens
+        self.durations.append(report.seconds)
+        if report.loss is not None and math.isfinite(report.loss):
+            self.loss = report.loss
+            self.losses.append(report.loss)
+        if report.step > self.record.best_step:
+            self.record.best_step, self.record.crashes = report.step, 0
+
+    def _hear_committed(self, report: Committed, wall: float, now: float) -> None:
+        self.saving = False
+        self.disk_strikes, self.disk_trouble = 0, ""
+        self.saved_step, self.saved_at = report.step, now
+        self.checkpoint_bytes, self.checkpoint_seconds = report.bytes, report.seconds
+        self.commits += 1
+        self.record.announced_step, self.record.announced_at = report.step, wall
+
+    def _hear_loaded(self, report: Loaded, now: float) -> None:
+        self.resident, self.saving, self.progress = True, False, None
+        self.step, self.tokens, self.record.samples = report.step, report.tokens, report.samples
+        self.saved_step, self.saved_at = report.step, now
+        self.exported_step = report.step
+        self.fallbacks += len(report.fallbacks)
+        self.visits.clear()
+
+    def off_die(self) -> None:
+        """Its worker is gone, or has forgotten it."""
+        self.resident = self.saving = False
+        self.progress = None
+        self.visits.clear()
+
+    # --- what it looks like ---
+
+    def steps_per_minute(self) -> float | None:
+        """Steps a minute in the rotation, other jobs' turns included."""
+        if len(self.visits) < 2:
+            return None
+        (t0, n0), (t1, n1) = self.visits[0], self.visits[-1]
+        return 60 * (n1 - n0) / (t1 - t0) if t1 > t0 else None
+
+    def eta(self) -> float | None:
+        """Seconds until it has trained, at the present pace."""
+        rate, total = self.steps_per_minute(), self.total
+        return None if not rate or total is None else 60 * max(0, total - self.step) / rate
+
+    def view(self) -> JobView:
+        r, s = self.record, self.spec
+        per_epoch = (r.samples or 0) / (s.batch_size * s.grad_accum)
+        why, hint = self._why()
+        return JobView(
+            id=r.id, state=r.state, why=why, hint=hint, file=self.file, output=self.output, method=s.method,
+            model=s.model, submitted_at=r.submitted_at, die=self.die, lane=self.lane, weight=s.weight, step=self.step,
+            target_steps=self.total, epoch=self.step / per_epoch if per_epoch else 0.0, loss=self.loss,
+            losses=list(self.losses), eval_loss=self.eval_loss, lr=self.lr, tokens=self.tokens,
+            steps_run=self.steps_run, tokens_run=self.tokens_run, steps_per_minute=self.steps_per_minute(),
+            eta_seconds=self.eta(), last_step_at=self.last_step_at, last_checkpoint_at=r.announced_at,
+            last_checkpoint_step=r.announced_step or None, checkpoint_every=str(s.checkpoint_every),
+            checkpoint_every_seconds=s.checkpoint_seconds, checkpoint_bytes=self.checkpoint_bytes,
+            checkpoint_commits=self.commits, checkpoint_failures=self.failures, checkpoint_fallbacks=self.fallbacks,
+            crashes=r.crashes, prepared=self.progress[1] if self.progress and r.state is JobState.PREPARING else None)
+
+    def _why(self) -> tuple[str, str]:
+        if self.progress and self.state in (JobState.PREPARING, JobState.LOADING):
+            return f"{self.progress[0]}, {self.progress[1]:.0%}", ""
+        if self.record.why:
+            return self.record.why, self.record.hint
+        if self.disk_trouble:
+            return f"its last checkpoint was not saved: {self.disk_trouble}", self.record.hint
+        return self.refusal, "`rrd restart` takes it over" if self.refusal else ""
+
+
+def steps_of(spec: JobSpec, samples: int) -> int:
+    """Steps that ``epochs`` passes over ``samples`` make: at least one, the last one counted whole.
+
+    The epochs are taken as written: 0.1 means a tenth, not the binary number next to it.
+    """
+    return max(1, math.ceil(Fraction(repr(spec.epochs)) * samples / (spec.batch_size * spec.grad_accum)))

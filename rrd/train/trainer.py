@@ -1,0 +1,129 @@
+"""One job in training: model, optimizer, data and position; a step; the state that a checkpoint holds.
+
+Everything a step does is a function of the job, the trainable state and the step's number: the batch comes from the
+position, the learning rate and all randomness from the step. So there is no generator state to carry, a step may be
+repeated, and who else trains in between makes no difference.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+
+from rrd.errors import Damaged
+from rrd.job import JobSpec, identity_keys
+from rrd.lora import attach
+from rrd.models import Base, build
+from rrd.optim import AdamW
+from rrd.train.data import Dataset
+from rrd.train.schedule import lr_at
+from rrd.train.state import FORMAT, machine_facts
+from rrd.train.step import Batch, StepResult, eval_loss, train_step
+
+
+class Trainer:
+    """A job's training. ``step`` steps are done; ``position`` samples were consumed by them."""
+
+    def __init__(self, spec: JobSpec, base: Base, data: Dataset, held_out: Dataset | None, *, threads: int) -> None:
+        self.spec, self.base, self.data, self.held_out, self.threads = spec, base, data, held_out, threads
+        self.model = build(base)
+        self.named = self._trainable()
+        self.optimizer = AdamW(self.named, betas=spec.betas, eps=spec.eps, weight_decay=spec.weight_decay)
+        self.step = 0
+        self.tokens = 0
+        self.seconds = 0.0
+
+    def _trainable(self) -> list[tuple[str, torch.nn.Parameter]]:
+        spec = self.spec
+        if spec.method == "full":
+            return list(self.model.named_parameters())
+        return attach(self.model, targets=spec.lora_targets or self.base.family.lora_targets, rank=spec.lora_rank,
+                      alpha=spec.alpha, dropout=spec.lora_dropout, rs=spec.lora_rs, ranks=spec.lora_ranks,
+                      seed=spec.seed)
+
+    @property
+    def device(self) -> torch.device:
+        return self.optimizer.flat["param"].device
+
+    @property
+    def samples_per_step(self) -> int:
+        return self.spec.batch_size * self.spec.grad_accum
+
+    @property
+    def position(self) -> int:
+        return self.step * self.samples_per_step
+
+    def lr(self, total: int) -> float:
+        """The learning rate of the next step, in a job of ``total`` steps."""
+        s = self.spec
+        return lr_at(self.step, lr=s.lr, min_lr=s.min_lr, warmup_steps=s.warmup_steps, total=total, schedule=s.schedule)
+
+    def run_step(self, total: int, on_nan: Literal["stop", "skip"]) -> StepResult:
+        """The next step. Raises NotFinite, with nothing changed, for a loss that is no number and ``on_nan="stop"``."""
+        s = self.spec
+        batches = [self._to_die(self.data.batch_at(self.position + i * s.batch_size, s.batch_size, s.seed))
+                   for i in range(s.grad_accum)]
+        result = train_step(
+            self.model, self.optimizer, batches, lr=self.lr(total), clip_norm=s.clip_norm,
+            seeds=[seed_of(s.seed, self.step, i) for i in range(s.grad_accum)],
+            checkpointing=s.gradient_checkpointing, on_nan=on_nan)
+        self.step += 1
+        self.tokens += result.tokens
+        return result
+
+    def evaluate(self, alive: Callable[[float], None]) -> float:
+        """Mean loss over the labels of the held-out data. Calls ``alive(share)`` as it goes."""
+        assert self.held_out is not None
+        size = self.spec.batch_size
+        total, labels = 0.0, 0
+        for i, batch in enumerate(self.held_out.in_sequence(size)):
+            loss, n = eval_loss(self.model, [self._to_die(batch)])
+            total, labels = total + loss, labels + n
+            alive(i * size / len(self.held_out))
+        return total / max(1, labels)
+
+    def _to_die(self, batch: Batch) -> Batch:
+        return Batch(batch.idx.to(self.device), batch.labels.to(self.device))
+
+    def identity(self) -> dict[str, Any]:
+        """What must be the same for a resumed run to give the same bits."""
+        return {"job": identity_keys(self.spec), "base": self.base.digest, "data": self.data.digest,
+                "dtype": _name(self.base.dtype), "compute": _name(self.base.compute),
+                **machine_facts(self.device, self.threads)}
+
+    def state(self, total: int, history_bytes: int) -> dict[str, Any]:
+        """All of a checkpoint but the tensors."""
+        s = self.spec
+        return {
+            "format": FORMAT, "step": self.step, "tokens": self.tokens, "seconds": self.seconds,
+            "history_bytes": history_bytes,
+            "schedule": {"total": total, "lr": self.lr(total).hex()},
+            "optimizer": {"steps": self.optimizer.steps, "betas": list(s.betas), "eps": s.eps,
+                          "weight_decay": s.weight_decay, "clip_norm": s.clip_norm},
+            "rng": {"kind": "counter", "seed": s.seed, "next": seed_of(s.seed, self.step, 0)},
+            "data": {"digest": self.data.digest, "samples": len(self.data), "position": self.position,
+                     "epoch": self.position // len(self.data), "seed": s.seed},
+            "identity": self.identity(),
+        }
+
+    def resume(self, state: dict[str, Any]) -> None:
+        """Take over the counters of a saved state; the tensors are restored apart. Raises Damaged."""
+        self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
+        self.optimizer.steps = state["optimizer"]["steps"]
+        lr = self.lr(state["schedule"]["total"]).hex()
+        if lr != state["schedule"]["lr"]:
+            raise Damaged(f"the schedule gives a learning rate of {lr} where {state['schedule']['lr']} was saved")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def seed_of(seed: int, step: int, micro: int) -> int:
+    """The seed of all randomness in one micro-step: 63 bits of sha256 over (seed, step, micro-step)."""
+    text = json.dumps([seed, step, micro]).encode()
+    return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") >> 1

@@ -1,0 +1,66 @@
+"""Where a forked worker begins: set the process up for its die, then obey."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import os
+import resource
+import signal
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rrd.worker.channel import Channel, Closed
+from rrd.worker.loop import Loop
+
+PR_SET_NAME = 15
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the daemon says of a new worker. ``die`` is empty for one that only prepares."""
+
+    die: str
+    device: str
+    threads: int
+    state_dir: Path
+    cache_dir: Path
+
+    @classmethod
+    def of(cls, request: dict[str, Any]) -> Settings:
+        return cls(str(request["die"]), str(request["device"]), int(request["threads"]),
+                   Path(request["state_dir"]), Path(request["cache_dir"]))
+
+
+def main(sock: socket.socket, request: dict[str, Any]) -> int:
+    """Run one worker to its end; returns the exit status."""
+    settings = Settings.of(request)
+    _set_up_process(settings)
+    try:
+        Loop(Channel(sock), settings).run()
+    except Closed:
+        os._exit(0)  # the daemon is gone; a write in progress is an attempt that the next start sweeps away
+    return 0
+
+
+def _set_up_process(settings: Settings) -> None:
+    faulthandler.enable()  # SIGABRT, the ladder's second rung, then dumps every thread's stack on stderr
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the daemon says when to stop, over the socket
+    name = f"rrd-die{settings.die}" if settings.die else "rrd-prepare"
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode()[:15], 0, 0, 0)
+    with contextlib.suppress(OSError):  # if memory runs out, a worker is a better victim than the daemon
+        Path("/proc/self/oom_score_adj").write_text("500")
+    if not settings.die:
+        with contextlib.suppress(OSError):
+            os.nice(10)
+    torch.set_num_threads(settings.threads)
+    torch.set_flush_denormal(True)  # denormals make steps several times slower on CPUs
+    if settings.device.startswith("cuda"):
+        torch.cuda.set_device(settings.device)

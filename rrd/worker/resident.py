@@ -1,0 +1,200 @@
+"""A job resident on this worker's die: how it gets there, and what is saved of it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from rrd import checkpoint, durable
+from rrd import job as jobs
+from rrd.durable import Bytes
+from rrd.errors import BadJob, Damaged, TryLater
+from rrd.job import JobSpec
+from rrd.messages import Load
+from rrd.models import Base, dtypes, load_base
+from rrd.train import data
+from rrd.train.state import FORMAT, STATE, TENSORS, Staging, differences, restore
+from rrd.train.trainer import Trainer
+
+Alive = Callable[[str, float], None]
+"""Called during long work with what it is and the share done: the heartbeat."""
+
+LOCK_SECONDS = 60.0
+"""How long a load waits for the job's lock: a worker of a daemon that was killed may still be on its way out."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """One checkpoint on its way to disk; the tensors are in the resident's staging buffer."""
+
+    step: int
+    identity: str
+    files: Mapping[str, Iterable[Bytes]]
+    size: int
+
+
+@dataclass
+class Resident:
+    """A loaded job, the only writer of its directory's checkpoints and history for as long as it holds the lock."""
+
+    job: str
+    dir: Path
+    lock: IO[bytes]
+    trainer: Trainer
+    history: durable.Log
+    staging: Staging
+    resumed: int | None = None
+    committed_step: int = 0
+    fallbacks: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    written: threading.Event = field(default_factory=threading.Event)
+    """Set while no write uses the staging buffer."""
+
+    def save(self, total: int) -> Saved:
+        """Copy the state aside. Call it within a visit, and only while ``written`` is set."""
+        assert self.written.is_set()
+        self.staging.fill(self.trainer.optimizer)
+        state = json.dumps(self.trainer.state(total, self.history.length), indent=1).encode()
+        tensors = self.staging.chunk()
+        return Saved(self.trainer.step, jobs.identity(self.trainer.spec), {TENSORS: [tensors], STATE: [state]},
+                     len(tensors) + len(state))
+
+    def log(self, **line: Any) -> None:
+        self.history.append(json.dumps(line).encode() + b"\n")
+
+    def close(self) -> None:
+        self.written.wait()
+        self.history.close()
+        self.lock.close()
+
+
+def prepare(spec: JobSpec, cache_dir: Path, alive: Alive) -> tuple[data.Prepared,
+                                                                                         data.Prepared | None]:
+    """Tokenize the job's data, and the held-out data if it has any, into the cache; quick when done before."""
+
+    def one(path: str, what: str) -> data.Prepared:
+        return data.prepare(path, spec.tokenizer or spec.model, seq_len=spec.seq_len, too_long=spec.too_long,
+                            max_bad_lines=spec.max_bad_lines, cache_dir=cache_dir / "data",
+                            progress=lambda share: alive(what, share))
+
+    return (one(spec.data, "tokenizing the data"),
+            one(spec.eval_data, "tokenizing the held-out data") if spec.eval_data else None)
+
+
+def load(order: Load, *, device: str, threads: int, job_dir: Path, cache_dir: Path, bases: dict[str, Base],
+         alive: Alive) -> Resident:
+    """Make a job resident: its lock, data, base, adapter, and the newest valid checkpoint.
+
+    ``bases`` holds the frozen bases that other jobs of this die use; the same base is shared.
+    """
+    spec = order.spec
+    lock = _take_lock(job_dir, alive)
+    try:
+        durable.sweep_dirs(job_dir)
+        train, held_out = prepare(spec, cache_dir, alive)
+        base = _base(spec, torch.device(device), job_dir, cache_dir, bases, alive)
+        trainer = Trainer(spec, base, data.Dataset.open(train.path),
+                          data.Dataset.open(held_out.path) if held_out else None, threads=threads)
+        staging = Staging(trainer.optimizer)
+        notes: list[str] = []
+        state, fallbacks = _newest_valid(job_dir, trainer, staging, notes)
+        if state is None and (fallbacks or order.expect_step):
+            raise BadJob(f"no checkpoint of this job can be used any more, though step {order.expect_step} was saved",
+                         hint=f"look at {job_dir}; `rrd restart --fresh {order.job}` begins again at step 0")
+        history = durable.Log(job_dir / "history.jsonl", state["history_bytes"] if state else 0)
+    except BaseException:
+        lock.close()
+        raise
+    resident = Resident(order.job, job_dir, lock, trainer, history, staging, fallbacks=fallbacks, notes=notes)
+    if state:
+        resident.resumed = resident.committed_step = trainer.step
+    resident.written.set()
+    return resident
+
+
+def _take_lock(job_dir: Path, alive: Alive) -> IO[bytes]:
+    durable.make_dir(job_dir)
+    start = time.monotonic()
+    while True:
+        try:
+            return durable.lock(job_dir / "lock", what=f"the job's directory {job_dir}")
+        except TryLater:
+            waited = time.monotonic() - start
+            if waited > LOCK_SECONDS:
+                raise
+            alive("waiting for the job's lock", waited / LOCK_SECONDS)
+            time.sleep(0.05)
+
+
+def _base(spec: JobSpec, device: torch.device, job_dir: Path, cache_dir: Path, bases: dict[str, Base],
+          alive: Alive) -> Base:
+    """The job's base: one that is here already where it is frozen, or loaded now."""
+    trainable = spec.method == "full"
+    stored, compute = _dtypes_of(spec, device, job_dir)
+    key = f"{spec.model} {stored} {compute} {spec.quantize}"
+    if not trainable and key in bases:
+        return bases[key]
+    base = load_base(spec.model, device=device, dtype=stored, compute=compute, store_dir=cache_dir / "bases",
+                     trainable=trainable, quantize=spec.quantize,
+                     progress=lambda done, total: alive("loading the model", done / max(1, total)))
+    if not trainable:
+        bases[key] = base
+    return base
+
+
+def _dtypes_of(spec: JobSpec, device: torch.device, job_dir: Path) -> tuple[torch.dtype, torch.dtype]:
+    """(stored, compute). What "auto" means is measured once, when the job begins; then its checkpoints say it."""
+    for _, path in checkpoint.listing(job_dir) if spec.dtype == "auto" else []:
+        with contextlib.suppress(Damaged, ValueError, KeyError):  # damage is dealt with when it is restored
+            saved = json.loads(checkpoint.read_bytes(path, checkpoint.read_manifest(path), STATE))["identity"]
+            return dtypes.OF_NAME[saved["dtype"]], dtypes.OF_NAME[saved["compute"]]
+    return dtypes.choose(spec.dtype, device, trainable=spec.method == "full")
+
+
+def _newest_valid(job_dir: Path, trainer: Trainer, staging: Staging, notes: list[str]
+                  ) -> tuple[dict[str, Any] | None, list[str]]:
+    """Restore the newest checkpoint whose every byte holds; those that do not are put aside.
+
+    Returns its state (None: there is none) and a sentence for each damaged one.
+    """
+    fallbacks: list[str] = []
+    for _, path in checkpoint.listing(job_dir):
+        try:
+            return _restore(path, trainer, staging, notes), fallbacks
+        except checkpoint.FutureFormat:
+            raise
+        except Damaged as e:
+            checkpoint.quarantine(path)
+            fallbacks.append(e.message)
+    return None, fallbacks
+
+
+def _restore(path: Path, trainer: Trainer, staging: Staging, notes: list[str]) -> dict[str, Any]:
+    manifest = checkpoint.read_manifest(path)
+    state: dict[str, Any] = json.loads(checkpoint.read_bytes(path, manifest, STATE))
+    if state["format"] > FORMAT:
+        raise checkpoint.FutureFormat(f"{path} holds state of format {state['format']}, and this rrd knows {FORMAT}",
+                                      hint="install the rrd that wrote it, or a newer one")
+    if changed := differences(state["identity"], trainer.identity()):
+        if trainer.spec.resume == "exact" or any(c.startswith("job ") for c in changed):
+            raise BadJob(f"{path.name} cannot be continued exactly: {'; '.join(changed)}",
+                         hint='`resume = "compatible"` in the job file goes on all the same')
+        notes.append(f"{path.name} is continued, not bit for bit: {'; '.join(changed)}")
+    buffer: list[memoryview] = []
+
+    def into(size: int) -> memoryview:
+        buffer.append(staging.room(size))
+        return buffer[0]
+
+    checkpoint.read_file(path, manifest, TENSORS, into)
+    restore(trainer.optimizer, buffer[0], str(path / TENSORS))
+    trainer.resume(state)
+    return state

@@ -157,6 +157,8 @@ def _no_such_die(wish: str | int, dies: Sequence[DieFacts]) -> str:
 def _name(some: Sequence[DieFacts], dies: Sequence[DieFacts]) -> str:
     if len(some) == 1:
         return f"die {some[0].name}"
+    if len(some) == len(dies) == 2:
+        return "both dies"
     return f"all {len(some)} dies" if len(some) == len(dies) else f"{len(some)} of {len(dies)} dies"
 
 

@@ -110,24 +110,31 @@ def _row(f: dict[str, object], now: float) -> show.Row:
 @where
 @click.pass_context
 def export(ctx: click.Context, job: str, directory: str, merged: bool, step: int | None, where: Where) -> None:
-    """Write the adapter of a checkpoint to DIR, which must be new or empty.
+    """Write the adapter of a checkpoint to DIR. The job may be running, finished or removed.
 
-    The job may be running, finished or removed.
+    What is in DIR already is replaced only if it is an earlier export.
     """
     source, out = job_dir(where.find(), job), Path(directory).absolute()
     _has_checkpoint(source, step)
-    if out.exists() and any(out.iterdir()):
-        raise RrdError(f"{out} is not empty", hint="name a new directory")
     command = [sys.executable, "-m", "rrd.worker.export", str(source), str(out)]
     command += ["--merged"] if merged else []
     command += ["--step", str(step)] if step is not None else []
-    done = subprocess.run(command, env={**os.environ, "PYTHONWARNINGS": "ignore"}, check=False)
-    if done.returncode == 0:
-        show.say(f"{job}: written to {out}")
-    elif done.returncode < 0:
+    done = subprocess.run(command, env={**os.environ, "PYTHONWARNINGS": "ignore"}, check=False, text=True,
+                          errors="backslashreplace", capture_output=True)
+    _relay(done.stdout, done.stderr)
+    if done.returncode < 0:
         raise RrdError(f"the export was ended by signal {-done.returncode}",
                        hint="is there memory for the whole model?")
     ctx.exit(done.returncode)
+
+
+def _relay(out: str, err: str) -> None:
+    """Pass on what the export said, its errors looking like ours."""
+    for text in out.splitlines():
+        click.echo(one_line(text, 5000))
+    for text in err.splitlines():
+        is_error = text.startswith("rrd: ")
+        show.say(text[5:] if is_error else text, mark=click.style("error: ", fg="red", bold=True) if is_error else "")
 
 
 def _has_checkpoint(source: Path, step: int | None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -14,15 +14,8 @@ from rrd.cli.show import say
 if TYPE_CHECKING:
     from pathlib import Path
 
-_DONE = {
-    "pause": "pauses after its current visit; `rrd resume` lets it go on",
-    "resume": "takes turns again",
-    "cancel": "is cancelled; its checkpoints are kept, and `rrd restart` takes it up again",
-    "restart": "starts again as its job file says",
-}
 
-
-def _ask(verb: str, jobs: tuple[str, ...], run_dir: Path) -> None:
+def _ask(verb: str, jobs: tuple[str, ...], run_dir: Path, **args: Any) -> None:
     """Ask ``verb`` for each job; a refusal does not keep the others from being asked. Raises the last one."""
     from rrd.client import call
     from rrd.errors import NotRunning, RrdError, TryLater
@@ -30,8 +23,7 @@ def _ask(verb: str, jobs: tuple[str, ...], run_dir: Path) -> None:
     refused: list[RrdError] = []
     for job in dict.fromkeys(jobs):
         try:
-            result = call(run_dir, verb, job=job)
-            say(f"{job}: {result if isinstance(result, str) and result else _DONE[verb]}")
+            say(str(call(run_dir, verb, job=job, **args)))
         except (NotRunning, TryLater):
             raise
         except RrdError as e:
@@ -68,13 +60,14 @@ def cancel(jobs: tuple[str, ...], where: Where) -> None:
 
 @click.command()
 @click.argument("jobs", nargs=-1, required=True, type=JOB)
+@click.option("--fresh", is_flag=True, help="Begin at step 0; the checkpoints are put aside.")
 @where
-def restart(jobs: tuple[str, ...], where: Where) -> None:
+def restart(jobs: tuple[str, ...], fresh: bool, where: Where) -> None:
     """Take over edited job files, or try failed and cancelled jobs again.
 
     A job goes on from its newest checkpoint, unless a key was changed that decides which numbers come out.
     """
-    _ask("restart", jobs, where.find().run_dir)
+    _ask("restart", jobs, where.find().run_dir, **({"fresh": True} if fresh else {}))
 
 
 @click.command()
@@ -83,5 +76,4 @@ def reload(where: Where) -> None:
     """Have the daemon read rrd.toml and the job files again."""
     from rrd.client import call
 
-    result = call(where.find().run_dir, "reload")
-    say(result if isinstance(result, str) and result else "read again")
+    say(str(call(where.find().run_dir, "reload")))

@@ -30,6 +30,11 @@ class Where:
     cache_dir: str | None = None
     run_dir: str | None = None
 
+    @property
+    def file(self) -> Path | None:
+        """The configuration file that was named."""
+        return Path(self.config_file).absolute() if self.config_file else None
+
     def overrides(self) -> dict[str, str | None]:
         """Settings for ``Config.load``; ``--state DIR`` stands for all directories, below DIR."""
         own = {"state_dir": self.state, "jobs_dir": self.jobs_dir, "cache_dir": self.cache_dir, "run_dir": self.run_dir}

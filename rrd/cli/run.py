@@ -28,7 +28,8 @@ def daemon(ctx: click.Context, where: Where) -> None:
     """
     from rrd.daemon import run_daemon
 
-    ctx.exit(run_daemon(where.load(), until_done=False, live=None))
+    config = where.load()
+    ctx.exit(run_daemon(config, until_done=False, live=None, config_file=where.file, overrides=where.overrides()))
 
 
 @click.command()
@@ -46,7 +47,8 @@ def run(ctx: click.Context, first: tuple[str, ...], jobs: tuple[str, ...], where
     config = prepare(where, [*first, *jobs])
     from rrd.daemon import run_daemon
 
-    ctx.exit(run_daemon(config, until_done=True, live=live))
+    places = {key: str(getattr(config, key)) for key in ("state_dir", "cache_dir", "run_dir", "jobs_dir")}
+    ctx.exit(run_daemon(config, until_done=True, live=live, config_file=where.file, overrides=places))
 
 
 def live(line: str) -> None:

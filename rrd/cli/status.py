@@ -66,12 +66,17 @@ def status(job: str | None, states: tuple[str, ...], as_json: bool, where: Where
 
 
 @click.command()
+@click.option("--unfence", metavar="DIE", help="Put a die back to use that was taken out after crashes.")
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
 @where
-def dies(as_json: bool, where: Where) -> None:
-    """List lanes and dies: what each is, does and holds."""
+def dies(unfence: str | None, as_json: bool, where: Where) -> None:
+    """List lanes and dies: what each is, does and holds (* is computing)."""
     from rrd.cli import views
+    from rrd.client import call
 
+    if unfence is not None:
+        show.say(str(call(where.find().run_dir, "unfence", die=unfence)))
+        return
     snapshot, running = ask(where.find().run_dir)
     say_if_down(snapshot, running)
     if as_json:

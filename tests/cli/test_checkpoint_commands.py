@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -90,20 +89,20 @@ def test_nothing_there(rrd: Rrd, state: Path) -> None:
 class Subprocess:
     """Records what the export was started with."""
 
-    def __init__(self, returncode: int = 0) -> None:
-        self.returncode, self.args = returncode, list[str]()
+    def __init__(self, returncode: int = 0, out: str = "", err: str = "") -> None:
+        self.returncode, self.out, self.err, self.args = returncode, out, err, list[str]()
 
     def __call__(self, args: list[str], **_: object) -> subprocess.CompletedProcess[str]:
         self.args = args
-        return subprocess.CompletedProcess(args, self.returncode)
+        return subprocess.CompletedProcess(args, self.returncode, self.out, self.err)
 
 
 def test_export_starts_the_workers_own(rrd: Rrd, code: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started = Subprocess()
+    started = Subprocess(out="/out: step 20\n", err="a note\n")
     monkeypatch.setattr(subprocess, "run", started)
     monkeypatch.chdir(tmp_path)
     result = rrd("export", "code", "out", "--merged", "--step", "20")
-    assert (result.exit_code, result.stderr) == (0, f"code: written to {tmp_path}/out\n")
+    assert (result.exit_code, result.stdout, result.stderr) == (0, "/out: step 20\n", "a note\n")
     assert started.args == [sys.executable, "-m", "rrd.worker.export", str(code), str(tmp_path / "out"), "--merged",
                             "--step", "20"]
     rrd("export", "code", "out")
@@ -113,9 +112,10 @@ def test_export_starts_the_workers_own(rrd: Rrd, code: Path, tmp_path: Path, mon
 @pytest.mark.parametrize(("ended", "code_"), [(65, 65), (1, 1), (-9, 1)])
 def test_exports_exit_code_is_ours(
         rrd: Rrd, code: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: int, code_: int) -> None:
-    monkeypatch.setattr(subprocess, "run", Subprocess(ended))
+    monkeypatch.setattr(subprocess, "run", Subprocess(ended, err="rrd: no\x1b[2J (do this)\n"))
     result = rrd("export", "code", tmp_path / "out")
     assert result.exit_code == code_
+    assert result.stderr.startswith("error: no\\u001b[2J (do this)\n")
     assert ("signal 9" in result.stderr) is (ended == -9)
 
 
@@ -125,8 +125,3 @@ def test_what_cannot_be_exported(rrd: Rrd, code: Path, state: Path, tmp_path: Pa
     result = rrd("export", "code", tmp_path / "out", "--step", "21")
     assert result.exit_code == 1
     assert result.stderr == "error: code has no checkpoint of step 21\nhint: there are those of step 30, 20, 10\n"
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full/thesis.txt").touch()
-    result = rrd("export", "code", tmp_path / "full")
-    assert "is not empty" in result.stderr
-    assert os.listdir(tmp_path / "full") == ["thesis.txt"]

@@ -17,28 +17,33 @@ from rrd.cli.app import app
 
 @pytest.mark.parametrize("verb", ["pause", "resume", "cancel", "restart"])
 def test_each_job_is_asked_for_once(rrd: Rrd, daemon: FakeDaemon, verb: str) -> None:
+    daemon.answers[verb] = lambda r: {"ok": True, "result": f"{r['job']} hears\x1b[2J"}
     result = rrd(verb, "a", "b", "a")
     assert result.exit_code == 0
     assert daemon.asked == [{"verb": verb, "job": "a"}, {"verb": verb, "job": "b"}]
     assert result.stdout == ""
-    assert [line[:3] for line in result.stderr.splitlines()] == ["a: ", "b: "]
+    assert result.stderr == "a hears\\u001b[2J\nb hears\\u001b[2J\n"
 
 
-def test_the_daemons_own_words_are_said(rrd: Rrd, daemon: FakeDaemon) -> None:
-    daemon.answers["restart"] = {"ok": True, "result": "goes on from step 120\x1b[2J"}
-    assert rrd("restart", "a").stderr == "a: goes on from step 120\\u001b[2J\n"
+def test_restart_at_step_0_and_a_die_back_in_use(rrd: Rrd, daemon: FakeDaemon) -> None:
+    rrd("restart", "--fresh", "a")
+    rrd("dies", "--unfence", "3")
+    assert daemon.asked == [{"verb": "restart", "job": "a", "fresh": True}, {"verb": "unfence", "die": "3"}]
+
+
+def test_reload(rrd: Rrd, daemon: FakeDaemon) -> None:
     daemon.answers["reload"] = {"ok": True, "result": "6 jobs, 1 file not taken"}
     assert rrd("reload").stderr == "6 jobs, 1 file not taken\n"
 
 
 def test_one_refusal_keeps_no_other_job_from_being_asked(rrd: Rrd, daemon: FakeDaemon) -> None:
     no = {"ok": False, "error": {"message": "there is no job b", "hint": "", "exit_code": 4}}
-    daemon.answers["pause"] = lambda r: no if r["job"] == "b" else {"ok": True, "result": None}
+    daemon.answers["pause"] = lambda r: no if r["job"] == "b" else {"ok": True, "result": f"{r['job']} rests"}
     result = rrd("pause", "a", "b", "c")
     assert result.exit_code == 4
     assert [r["job"] for r in daemon.asked] == ["a", "b", "c"]
     assert "error: there is no job b\n" in result.stderr
-    assert "c: pauses" in result.stderr
+    assert "c rests" in result.stderr
 
 
 # ---- which daemon ------------------------------------------------------------------------------------------------

@@ -33,8 +33,10 @@ class Ran:
 def ran(monkeypatch: pytest.MonkeyPatch) -> Ran:
     ran = Ran()
 
-    def run_daemon(config: Config, *, until_done: bool, live: Any) -> int:
+    def run_daemon(config: Config, *, until_done: bool, live: Any, config_file: Path | None,
+                   overrides: dict[str, Any]) -> int:
         ran.config, ran.until_done, ran.live = config, until_done, live
+        assert Config.load(config_file, overrides) == config  # what a reload will find
         for line in ran.lines:
             live(line)
         return ran.returns

@@ -210,34 +210,34 @@ class Spool:
 
 def settle_outputs(offers: Mapping[str, JobFile],
                    accepted: Mapping[str, JobFile]) -> tuple[dict[str, JobFile], dict[str, Rejection]]:
-    """Which jobs count, by file name, and which are refused because another job writes to the same place.
+    """Which jobs count, by file name, and which offers are refused because another job writes to the same place.
 
-    Invariant: of the jobs returned, no two outputs are equal or inside each other (an export replaces its directory).
-    Who was accepted with an output keeps it; then edits of accepted jobs choose, then new jobs, each in order of the
-    files' times, then names. An accepted job whose edit is refused, or that offers nothing, stays as accepted.
+    Invariant: of the jobs returned, no two outputs are equal or inside each other (an export replaces its directory),
+    if that held for those accepted before. An output is given only when nobody has it: first to edits of accepted
+    jobs, then to new ones, each in order of the files' times, then names. An accepted job whose edit is refused, or
+    that offers nothing, stays as accepted.
     """
-    jobs: dict[str, JobFile] = {}
-    refused: dict[str, Rejection] = {}
-    claims = _Claims()
-
-    def rank(name: str) -> tuple[int, float, str]:
-        offer, old = offers.get(name), accepted.get(name)
-        settled = offer is None or (old is not None and old.output == offer.output)
-        job = offer or old
-        assert job
-        return 0 if settled else 1 if old else 2, job.mtime, name
-
-    for name in sorted(offers.keys() | accepted.keys(), key=rank):
-        offer, old = offers.get(name), accepted.get(name)
-        job = offer or old
-        assert job
-        if offer and (other := claims.holder(offer.output)):
-            refused[name] = _taken(name, other)
-            job = old
-        if job:
-            jobs[name] = job
-            claims.take(job.output, name)
-    return jobs, refused
+    jobs, claims = dict(accepted), _Claims()
+    for name, job in accepted.items():
+        claims.take(job.output, name)
+    order = sorted(offers, key=lambda name: (name not in accepted, offers[name].mtime, name))
+    while True:
+        refused: dict[str, Rejection] = {}
+        freed = False
+        for name in order:
+            old, offer = jobs.get(name), offers[name]
+            if old is offer:
+                continue
+            if other := claims.holder(offer.output, name):
+                refused[name] = _taken(name, other)
+                continue
+            if old and old.output != offer.output:
+                claims.free(old.output, name)
+                freed = True
+            claims.take(offer.output, name)
+            jobs[name] = offer
+        if not freed:
+            return jobs, refused
 
 
 def _taken(name: str, other: str) -> Rejection:
@@ -246,21 +246,26 @@ def _taken(name: str, other: str) -> Rejection:
 
 
 class _Claims:
-    """Directories, none of which may be inside another."""
+    """Directories, none of which may be inside another's."""
 
     def __init__(self) -> None:
-        self._taken: dict[str, str] = {}
-        self._above: dict[str, str] = {}
+        self._at: dict[str, set[str]] = {}
+        self._below: dict[str, set[str]] = {}
 
     def take(self, directory: str, name: str) -> None:
-        self._taken[directory] = name
+        self._at.setdefault(directory, set()).add(name)
         for parent in _parents(directory):
-            self._above.setdefault(parent, name)
+            self._below.setdefault(parent, set()).add(name)
 
-    def holder(self, directory: str) -> str | None:
-        """Who holds ``directory``, something inside it, or something around it."""
-        around = (self._taken.get(d) for d in (directory, *_parents(directory)))
-        return self._above.get(directory) or next((name for name in around if name), None)
+    def free(self, directory: str, name: str) -> None:
+        self._at[directory].remove(name)
+        for parent in _parents(directory):
+            self._below[parent].remove(name)
+
+    def holder(self, directory: str, but: str) -> str | None:
+        """Who, other than ``but``, holds ``directory``, something inside it, or something around it."""
+        holders = [self._below.get(directory, ()), *(self._at.get(d, ()) for d in (directory, *_parents(directory)))]
+        return next((name for names in holders for name in names if name != but), None)
 
 
 def _parents(directory: str) -> Iterator[str]:

@@ -136,7 +136,8 @@ def test_random_bytes_raise_only_bad_job(data: bytes) -> None:
 
 KEYS = st.sampled_from([*JobSpec.model_fields, "modle", "x"])
 VALUES = st.sampled_from(["nan", "-inf", "1e400", "9" * 30, "-1", "0", "1", "0.5", '"/x"', '"10min"', "[]", "[1, 2]",
-                          "{}", "{a = 1}", "true", "1979-05-27T07:32:00Z", '"\\u202e"', '""', "[[[]]]", "0x" + "f" * 400])
+                          "{}", "{a = 1}", "true", "1979-05-27T07:32:00Z", '"\\u202e"', '""', "[[[]]]",
+                          "0x" + "f" * 400])
 
 
 @settings(max_examples=500, deadline=None)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import threading
 import time
@@ -31,6 +32,8 @@ def inotify() -> BaseObserver:
     """A new observer of the operating system's events. Raises ``OSError`` where there is none to be had."""
     from watchdog.observers.inotify import InotifyObserver  # late: commands that watch nothing start faster
 
+    # it logs errors whenever an observer stops, and overflows, which the next scan makes good
+    logging.getLogger("watchdog").setLevel(logging.CRITICAL)
     return InotifyObserver()
 
 

@@ -43,9 +43,10 @@ def test_fits_the_terminal(width: int) -> None:
     lines += views.dies(s, now, width, full=True)
     too_long = [line for line in map(unstyled, lines) if len(line) > width]
     assert not too_long
-    wide = views.overview(s, now, width)
-    assert any("code-a" in line for line in wide)
-    assert any("running" in line for line in wide)
+    heads = [line.split() for line in map(unstyled, views.overview(s, now, width, curves=True))]
+    assert {40: ["JOB", "STATE", "STEP"], 80: ["JOB", "STATE", "DIE", "STEP", "%", "LOSS", "ETA"],
+            100: ["JOB", "STATE", "DIE", "STEP", "%", "LOSS", "/MIN", "ETA", "SAVED"],
+            120: ["JOB", "STATE", "DIE", "STEP", "%", "LOSS", "/MIN", "ETA", "SAVED", "LOSSES"]}[width] in heads
 
 
 def test_off_a_terminal_nothing_is_cut(rrd: Rrd, daemon: FakeDaemon) -> None:

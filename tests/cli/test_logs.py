@@ -92,7 +92,7 @@ def test_following_sees_appended_replaced_and_half_written_files(code: Path) -> 
             lambda: (code / "events.jsonl").open("a").write('{"time": 1060.0, "mess'),
             lambda: ((code / "events.jsonl").open("a").write('age": "b"}\n'),
                      append(code / "history.jsonl", {"step": 3, "time": 1055.0})),
-            lambda: ((code / "new").write_text('{"time": 9.0, "message": "c"}\n'),
+            lambda: ((code / "new").write_text('{"time": 9.0, "message": "c"}\n' + " \n" * 1000),
                      (code / "new").rename(code / "events.jsonl"))]
 
     class Over(Exception):

@@ -154,7 +154,7 @@ class Journal:
         except queue.Full:
             self.dropped += 1
 
-    def flush(self, seconds: float = CLOSE_SECONDS) -> bool:
+    def flush(self, seconds: float = 5.0) -> bool:
         """Wait until everything told so far is written; False after ``seconds``."""
         written = threading.Event()
         try:
@@ -165,7 +165,7 @@ class Journal:
 
     def close(self) -> None:
         """Write what waits, within ``CLOSE_SECONDS``."""
-        self.flush()
+        self.flush(CLOSE_SECONDS)
         try:
             self._queue.put_nowait(None)
         except queue.Full:
@@ -185,7 +185,7 @@ class Journal:
                 continue
             if self.dropped > self._said:
                 new, self._said = self.dropped - self._said, self.dropped
-                self._write(Event(item.time, Kind.DROPPED, "warning", f"{count(new, 'event')} came too fast to be told"))
+                self._write(Event(item.time, Kind.DROPPED, "warning", f"{count(new, 'event')} came too fast to tell"))
             self._write(item)
 
     def _write(self, event: Event) -> None:

@@ -75,7 +75,13 @@ def test_the_same_status_is_sent_once(systemd: socket.socket) -> None:
 
 @pytest.mark.parametrize(
     ("usec", "pid", "interval"),
-    [("30000000", None, 15.0), ("30000000", "self", 15.0), ("30000000", "1", None), (None, None, None), ("x", "x", None)],
+    [
+        ("30000000", None, 15.0),
+        ("30000000", "self", 15.0),
+        ("30000000", "1", None),
+        (None, None, None),
+        ("x", None, None),
+    ],
 )
 def test_watchdog_at_half_its_interval_if_it_is_ours(
     systemd: socket.socket, monkeypatch: pytest.MonkeyPatch, usec: str | None, pid: str | None, interval: float | None

@@ -20,11 +20,12 @@ from rrd.control import Control
 from rrd.errors import BadJob, RrdError
 from rrd.gate import make_gate
 from rrd.handle import Nursery
-from rrd.job import JobSpec, parse_job
+from rrd.intake import Intake
+from rrd.job import JOB_FILE, JobSpec, parse_job
 from rrd.journal import Journal, Kind
 from rrd.keeper import Keeper
 from rrd.lane import Lane
-from rrd.ledger import JOB_FILE, Ledger, Record
+from rrd.ledger import Ledger, Record
 from rrd.metrics import Meters
 from rrd.notify import Notify
 from rrd.scheduler import Scheduler
@@ -52,6 +53,7 @@ class Daemon:
         self.keeper = Keeper(Ledger(config.state_dir / "jobs"), self._ledger_trouble)
         self.scheduler = Scheduler(config, keeper=self.keeper, nursery=self.nursery, journal=journal,
                                    meters=self.meters, live=live)
+        self.intake = Intake(self.scheduler)
         self.watch = Watch(config.jobs_dir, rescan_seconds=config.rescan_seconds)
         self.spool: Spool | None = None
         self._wake = asyncio.Event()
@@ -71,7 +73,8 @@ class Daemon:
             await control.start()
             web = self._start_web()
             self._start_lanes()
-            self._tasks += [asyncio.create_task(self._follow_spool()), asyncio.create_task(self._housekeeping())]
+            self._tasks += [asyncio.create_task(work) for work in (
+                self._follow_spool(), self._feed_watchdog(), self._keep_status())]
             self.notify.ready("looking for jobs")
             self.journal.event(Kind.READY, "info", f"ready: {self._dies()}, jobs from {self.config.jobs_dir}")
             await self._work()
@@ -94,7 +97,7 @@ class Daemon:
         for fault in faults:
             self.journal.event(Kind.LEDGER, "error", fault, hint="the job goes on from its checkpoints")
         specs, accepted = await asyncio.to_thread(_accepted, self.config, ledger, records)
-        self.scheduler.restore(records, specs)
+        self.intake.restore(records, specs)
         self.spool = Spool(self.config, accepted=accepted)
         self.scheduler.changed = self._wake.set
 
@@ -174,7 +177,7 @@ class Daemon:
             if scan.unavailable and not (self.scan and self.scan.unavailable):
                 self.journal.event(Kind.SPOOL, "error", scan.unavailable.sentence, hint=scan.unavailable.hint)
             self.scan = scan
-            self.scheduler.apply(scan)
+            self.intake.apply(scan)
 
     def reload(self) -> None:
         """SIGHUP: read the configuration and the spool again. What needs new lanes needs a new start."""
@@ -210,14 +213,17 @@ class Daemon:
 
     # --- housekeeping ---
 
-    async def _housekeeping(self) -> None:
-        """Feed the watchdog, renew the status file."""
-        interval = self.notify.watchdog_interval
-        while True:
+    async def _feed_watchdog(self) -> None:
+        """On the loop and nowhere else: a loop that is stuck is what the watchdog is for."""
+        while self.notify.watchdog_interval is not None:
             self.notify.watchdog()
-            await asyncio.to_thread(self._write_status, self.snapshot())
+            await asyncio.sleep(self.notify.watchdog_interval)
+
+    async def _keep_status(self) -> None:
+        while True:
             self.notify.status(self._summary())
-            await asyncio.sleep(min(STATUS_SECONDS, interval or STATUS_SECONDS))
+            await asyncio.to_thread(self._write_status, self.snapshot())
+            await asyncio.sleep(STATUS_SECONDS)
 
     def _write_status(self, snapshot: Snapshot) -> None:
         with contextlib.suppress(OSError, RrdError):  # only a convenience for when we are down
@@ -238,7 +244,7 @@ class Daemon:
             config_error=self.config_error, spool_error=scan.unavailable.sentence if scan and scan.unavailable else "",
             spool_watch_healthy=self.watch.healthy, jobs=[j.view() for j in s.jobs.values()],
             dies=[d for lane in s.lanes.values() for d in lane.die_views()],
-            lanes=[lane.view() for lane in s.lanes.values()], rejected=s.rejected_views())
+            lanes=[lane.view() for lane in s.lanes.values()], rejected=self.intake.rejected_views())
 
     def _summary(self) -> str:
         states = [j.state for j in self.scheduler.jobs.values()]
@@ -257,7 +263,7 @@ class Daemon:
         if not self.until_done:
             return 0
         good = all(j.state in (JobState.DONE, JobState.REMOVED) for j in self.scheduler.jobs.values())
-        return 0 if good and not self.scheduler.rejected else 1
+        return 0 if good and not self.intake.rejected else 1
 
     # --- the control socket ---
 

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
 """A job's id, by ``fullmatch`` only: it becomes a directory name and a metric label."""
 
+JOB_FILE = "job.toml"
+"""In a job's state directory: its job file as accepted."""
+
 MAX_BYTES = 64 * 1024
 """A larger job file is refused unread."""
 

@@ -10,11 +10,11 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
 from typing import Protocol
 
-from rrd.config import Config, DieSpec
+from rrd.config import Config
 from rrd.config import Lane as LaneSpec
+from rrd.die import Die
 from rrd.errors import TryLater
 from rrd.gate import Gate
 from rrd.handle import Nursery, Worker, WorkerGone
@@ -44,32 +44,6 @@ START_PATIENCE = 120.0
 """Seconds for a worker to come up, torch's import on a cold disk included."""
 STOP_PATIENCE = 600.0
 """Seconds for a worker to finish writing what was copied aside before a stop."""
-
-
-@dataclass(eq=False)
-class Die:
-    """One die, its worker and the jobs that live there."""
-
-    spec: DieSpec
-    jobs: dict[str, Job] = field(default_factory=dict)
-    worker: Worker | None = None
-    ready: Ready | None = None
-    restarts: int = -1
-    refusals: int = 0
-    fenced: str = ""
-    """Why no job may be here; empty: it may."""
-    suspect: str = ""
-    """The job on whose visit the worker died last, until a visit succeeds."""
-    refusal: str = ""
-    """Why the gate did not grant it last time; empty after a grant."""
-
-    @property
-    def name(self) -> str:
-        return self.spec.name
-
-    @property
-    def alive(self) -> bool:
-        return self.worker is not None and self.worker.alive
 
 
 class Host(Protocol):
@@ -225,9 +199,7 @@ class Lane:
 
     async def _worker(self, die: Die) -> Worker:
         if die.worker is None or not die.worker.alive:
-            settings = {"die": die.name, "device": die.spec.device, "threads": die.spec.threads,
-                        "state_dir": str(self.config.state_dir), "cache_dir": str(self.config.cache_dir)}
-            die.worker = Worker(self.nursery, settings, lambda report: self._hear(die, report))
+            die.worker = Worker(self.nursery, die.settings(self.config), lambda report: self._hear(die, report))
             die.restarts += 1
             await die.worker.start()
             ready = await die.worker.ask(None, Ready, patience=lambda: START_PATIENCE)
@@ -404,20 +376,11 @@ class Lane:
                         seconds=self.seconds)
 
     def die_views(self) -> list[DieView]:
-        return [self._die_view(die) for die in self.dies.values()]
-
-    def _die_view(self, die: Die) -> DieView:
-        computing = self.computing[0].id if self.computing and self.computing[1] is die else None
-        retry_at = self.rotation.retry_at(die.name)
-        state = ("fenced" if die.fenced else "computing" if computing else "backing off" if retry_at is not None
-                 else "idle" if die.alive else "off")
-        ready = die.ready
-        return DieView(
-            name=die.name, lane=self.name, device=die.spec.device, state=state, why=die.fenced or die.refusal,
-            jobs=sorted(die.jobs), computing=computing, worker_pid=die.worker.pid if die.worker and die.alive else None,
-            restarts=max(0, die.restarts), refusals=die.refusals,
-            retry_at=self.wall() + retry_at - self.monotonic() if retry_at is not None else None,
-            model=ready.model if ready else "", uuid=ready.uuid if ready else "",
-            pci_bus_id=ready.pci_bus_id if ready else "", memory_bytes=ready.memory_bytes if ready else None)
-
-
+        """The lane's dies, each at this instant."""
+        views = []
+        for die in self.dies.values():
+            computing = self.computing[0].id if self.computing and self.computing[1] is die else None
+            retry_at = self.rotation.retry_at(die.name)
+            wall = None if retry_at is None else self.wall() + retry_at - self.monotonic()
+            views.append(die.view(computing=computing, retry_at=wall))
+        return views

@@ -15,11 +15,11 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from rrd import durable
 from rrd.durable import DISK, Disk
 from rrd.errors import Damaged
-from rrd.job import JOB_ID
+from rrd.job import JOB_FILE, JOB_ID
 from rrd.states import JobState
 
 FORMAT = 1
-FILE, JOB_FILE = "ledger.json", "job.toml"
+FILE = "ledger.json"
 
 
 class Record(BaseModel):

@@ -1,6 +1,6 @@
 """The daemon's decisions about jobs: which there are, what becomes of each, and where it trains.
 
-Facts come from the spool (``apply``), from the user (``pause`` and its kind) and from the lanes (the ``Host``
+Facts come from the spool (``rrd.intake``), from the user (``pause`` and its kind) and from the lanes (the ``Host``
 methods). After each of them ``advance`` brings every job as far as it can go.
 """
 
@@ -9,15 +9,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from rrd import checkpoint
 from rrd.config import Config
+from rrd.die import Die
 from rrd.errors import BadJob, NoSuchJob, RrdError
 from rrd.handle import Nursery
-from rrd.job import JobSpec, changes, identity, output_of, with_live
+from rrd.job import JobSpec, identity, output_of
 from rrd.journal import Journal, Kind
 from rrd.keeper import Keeper
-from rrd.lane import Die, Lane
-from rrd.ledger import Record
+from rrd.lane import Lane
 from rrd.messages import (
     CommitFailed,
     Committed,
@@ -35,9 +34,7 @@ from rrd.placement import Candidate, DieFacts, place
 from rrd.preparer import Preparer
 from rrd.roster import CRASHES, Job, Leave
 from rrd.rotation import Turn
-from rrd.snapshot import RejectedView
-from rrd.spool import JobFile, Rejection, Scan
-from rrd.states import ENDED, PLACED, JobState, may_follow
+from rrd.states import ENDED, JobState, may_follow
 from rrd.text import count, duration
 
 DISK_RETRY = 30.0
@@ -56,112 +53,13 @@ class Scheduler:
         self.monotonic, self.wall = monotonic, wall
         self.jobs: dict[str, Job] = {}
         self.lanes: dict[str, Lane] = {}
-        self.rejected: dict[str, Rejection] = {}
         self.preparer = Preparer(config, nursery, limit=max(2, len(config.lanes)))
+        self.gone: Callable[[Job], None] = lambda job: None
+        """Called with a job whose file is gone, once it is off its die and out of the books."""
         self.changed: Callable[[], None] = lambda: None
         """Called when something happened after which ``advance`` may have work."""
-        self._orphans: dict[str, Record] = {}
 
-    # --- what is known from before ---
-
-    def restore(self, records: dict[str, Record], specs: dict[str, JobSpec]) -> None:
-        """Take over the ledger's records. A record without a readable job file waits for the spool to bring one."""
-        for job_id, record in records.items():
-            if job_id not in specs:
-                self._orphans[job_id] = record
-                continue
-            if record.state in PLACED or record.state is JobState.PREPARING:
-                record.state = JobState.WAITING  # nobody trains yet
-            job = Job(record, specs[job_id], output=str(output_of(job_id, specs[job_id], self.config)))
-            job.step = job.saved_step = record.announced_step
-            self.jobs[job_id] = job
-
-    # --- the spool ---
-
-    def apply(self, scan: Scan) -> None:
-        """Make the jobs those that the spool names."""
-        for file in scan.jobs.values():
-            if job := self.jobs.get(file.id):
-                self._offer(job, file)
-            else:
-                self._admit(file)
-        for job in self.jobs.values():
-            if job.id not in scan.present and job.state is not JobState.REMOVED:
-                self._remove(job)
-        self._say_rejected(scan.rejected)
-        self.retry_failed()
-        self.changed()
-
-    def _admit(self, file: JobFile) -> None:
-        record = self._orphans.pop(file.id, None) or Record(id=file.id, submitted_at=file.mtime)
-        if not record.announced_step and (saved := checkpoint.listing(self.keeper.ledger.dir(file.id))):
-            record.announced_step = saved[0][0]  # its ledger was lost, its work was not
-        record.state, record.why, record.hint = JobState.WAITING, "", ""
-        job = Job(record, file.spec, file=str(file.path), output=file.output)
-        job.digest = file.digest
-        self.jobs[file.id] = job
-        self.keeper.save(job, spec=True)
-        self.say(Kind.JOB_ACCEPTED, f"accepted, {file.spec.method} on {file.spec.model}", job)
-
-    def _offer(self, job: Job, file: JobFile) -> None:
-        """A known job's file as it is now: take over what may change, refuse the rest, say so once."""
-        edited, job.digest = job.digest not in ("", file.digest), file.digest
-        job.file = str(file.path)
-        if job.state is JobState.REMOVED:
-            self._put_back(job)
-        taken, refused = changes(job.spec, file.spec)
-        if refused and not job.record.best_step and not job.record.announced_step and job.state not in PLACED:
-            self.preparer.forget(job)
-            job.spec, job.prepared, job.output = file.spec, False, file.output  # nothing was trained: nothing to keep
-            taken, refused = taken | refused, set()
-            if job.state is JobState.PREPARING:
-                self._set(job, JobState.WAITING)
-        elif taken:
-            job.spec = with_live(job.spec, file.spec)
-        self._note_refused(job, file.spec, refused)
-        if taken:
-            self._took_over(job, taken)
-        if edited and job.state is JobState.FAILED and not refused:
-            self._set(job, JobState.WAITING)
-
-    def _note_refused(self, job: Job, spec: JobSpec, refused: set[str]) -> None:
-        before, job.offered = job.refusal, spec if refused else None
-        keys = ", ".join(f"`{k}`" for k in sorted(refused))
-        job.refusal = f"the edit of {keys} is not in force: it would change what is being trained" if refused else ""
-        if job.refusal and job.refusal != before:
-            self.say(Kind.EDIT_REFUSED, job.refusal, job, level="warning",
-                     hint=f"`rrd restart {job.id}` takes it over" + self._restart_cost(job, spec))
-
-    @staticmethod
-    def _restart_cost(job: Job, spec: JobSpec) -> str:
-        return ", from step 0" if identity(job.spec) != identity(spec) else ", from the newest checkpoint"
-
-    def _took_over(self, job: Job, taken: set[str]) -> None:
-        self.keeper.save(job, spec=True)
-        self.say(Kind.EDIT_TAKEN, "now " + ", ".join(f"{k} = {getattr(job.spec, k)!r}" for k in sorted(taken)), job)
-        if job.lane and "weight" in taken:
-            self.lanes[job.lane].rotation.set_weight(job.id, job.spec.weight)
-        if "paused" in taken:
-            self._pause_or_resume(job)
-        if job.state is JobState.DONE and job.total is not None and job.total > job.record.announced_step:
-            self._set(job, JobState.WAITING)  # there is more to train now
-
-    def _put_back(self, job: Job) -> None:
-        """Its file is there again: carry on where it was."""
-        ended = job.record.outcome
-        self._set(job, ended or JobState.WAITING, job.record.why if ended else "")
-        self.say(Kind.JOB_ACCEPTED, "its job file is back; carrying on", job)
-
-    def _remove(self, job: Job) -> None:
-        self.say(Kind.JOB_REMOVED, "its job file is gone; its checkpoints are kept", job)
-        job.record.outcome = job.state if job.state in ENDED else None
-        self._end(job, Leave(JobState.REMOVED, job.record.why, "put the file back and it carries on"))
-
-    def _say_rejected(self, rejected: dict[str, Rejection]) -> None:
-        for name, r in rejected.items():
-            if self.rejected.get(name) != r:
-                self.say(Kind.FILE_REJECTED, r.sentence, level="error", hint=r.hint)
-        self.rejected = dict(rejected)
+    # --- tried again ---
 
     def retry_failed(self) -> None:
         """Failed jobs whose model, data or tokenizer have changed since are tried again."""
@@ -172,8 +70,15 @@ class Scheduler:
     def _compare_facts(self, job: Job, facts: str) -> None:
         if job.state is JobState.FAILED and job.record.failed_facts not in ("", facts):
             self.say(Kind.JOB_RETRIED, "a file it needs has changed; trying again", job)
-            self._set(job, JobState.WAITING)
+            self.set(job, JobState.WAITING)
             self.changed()
+
+    def replace(self, job: Job, spec: JobSpec, output: str) -> None:
+        """Another spec for a job of which nothing was trained."""
+        self.preparer.forget(job)
+        job.spec, job.output, job.prepared = spec, output, False
+        if job.state is JobState.PREPARING:
+            self.set(job, JobState.WAITING)
 
     # --- the user ---
 
@@ -187,7 +92,7 @@ class Scheduler:
         if job.state in ENDED:
             raise RrdError(f"{job.id} is {job.state}; there is nothing to pause")
         job.record.user_paused = True
-        self._pause_or_resume(job)
+        self.pause_or_resume(job)
         return f"{job.id} rests after its step in progress"
 
     def resume(self, job_id: str) -> str:
@@ -197,26 +102,24 @@ class Scheduler:
         if not job.record.user_paused:
             raise RrdError(f"{job.id} is not paused", hint=f"it is {job.state}")
         job.record.user_paused = False
-        self._pause_or_resume(job)
+        self.pause_or_resume(job)
         return f"{job.id} carries on"
 
     def cancel(self, job_id: str) -> str:
         job = self.get(job_id)
         if job.state in ENDED:
             raise RrdError(f"{job.id} is {job.state}; there is nothing to cancel")
-        self._end(job, Leave(JobState.CANCELLED, "cancelled by the user", f"`rrd restart {job.id}` carries on"))
+        self.end(job, Leave(JobState.CANCELLED, "cancelled by the user", f"`rrd restart {job.id}` carries on"))
         return f"{job.id} ends after its step in progress; its checkpoints are kept"
 
     def restart(self, job_id: str, *, fresh: bool = False) -> str:
         """Take over the job file as it is and try again: from the newest checkpoint, or from step 0 if ``fresh`` or
         if the file now asks for another identity."""
         job = self.get(job_id)
-        if job.state is JobState.REMOVED:
-            raise BadJob(f"{job.id} has no job file", hint="put it back into the jobs directory")
         spec = job.offered or job.spec
         fresh = fresh or identity(spec) != identity(job.spec)
         job.restart = (spec, fresh)
-        self._end(job, Leave(JobState.WAITING, "restarting", save=not fresh))
+        self.end(job, Leave(JobState.WAITING, "restarting", save=not fresh))
         return f"{job.id} starts again " + ("at step 0" if fresh else "from its newest checkpoint")
 
     def _restart_now(self, job: Job) -> None:
@@ -256,11 +159,11 @@ class Scheduler:
         queue = sorted((j for j in self.jobs.values() if j.state is JobState.WAITING),
                        key=lambda j: (j.record.submitted_at, j.id))
         for job in [j for j in queue if j.paused]:
-            self._set(job, JobState.PAUSED, self._pause_reason(job))
+            self.set(job, JobState.PAUSED, self._pause_reason(job))
         queue = [j for j in queue if not j.paused and j.not_before <= now]
         free = sum(max(0, self.config.jobs_per_die - len(d.jobs)) for d in self._dies() if not d.fenced)
         for job in [j for j in queue[: free + PREPARED_AHEAD] if not j.prepared][: self.preparer.room]:
-            self._set(job, JobState.PREPARING)
+            self.set(job, JobState.PREPARING)
             self.preparer.start(job, self._prepared)
         self._place([j for j in queue if j.prepared])
         for job in queue:
@@ -272,7 +175,7 @@ class Scheduler:
         placed, waits = place(wishes, [self._facts(i, lane, die) for i, (lane, die) in self._numbered().items()])
         for job_id, index in placed:
             lane, die = self._numbered()[index]
-            self._set(self.jobs[job_id], JobState.LOADING)
+            self.set(self.jobs[job_id], JobState.LOADING)
             lane.put(self.jobs[job_id], die.name)
         for job_id, why in waits.items():
             self.jobs[job_id].record.why = why
@@ -302,14 +205,14 @@ class Scheduler:
             job.prepared = True
             for note in outcome.notes:
                 self.say(Kind.JOB_NOTE, note, job, level="warning")
-            self._set(job, JobState.WAITING)
+            self.set(job, JobState.WAITING)
         self.changed()
 
-    def _pause_or_resume(self, job: Job) -> None:
+    def pause_or_resume(self, job: Job) -> None:
         if job.paused and job.state not in ENDED and job.state is not JobState.PAUSED:
-            self._end(job, Leave(JobState.PAUSED, self._pause_reason(job)))
+            self.end(job, Leave(JobState.PAUSED, self._pause_reason(job)))
         elif not job.paused and job.state is JobState.PAUSED and job.die is None:
-            self._set(job, JobState.WAITING)
+            self.set(job, JobState.WAITING)
         elif not job.paused and job.leave and job.leave.state is JobState.PAUSED:
             job.leave = Leave(JobState.WAITING)  # changed their mind before it was off the die
         self.keeper.save(job)
@@ -318,7 +221,7 @@ class Scheduler:
     def _pause_reason(self, job: Job) -> str:
         return "paused by its job file" if job.spec.paused else "paused by the user"
 
-    def _end(self, job: Job, leave: Leave) -> None:
+    def end(self, job: Job, leave: Leave) -> None:
         """Take ``job`` off whatever it is on, then let it be what ``leave`` says."""
         self.preparer.forget(job)
         if job.lane:
@@ -326,7 +229,7 @@ class Scheduler:
         else:
             self.left(job, leave)
 
-    def _set(self, job: Job, state: JobState, why: str = "", hint: str = "") -> None:
+    def set(self, job: Job, state: JobState, why: str = "", hint: str = "") -> None:
         r = job.record
         assert may_follow(r.state, state), f"{job.id}: {r.state} -> {state}"
         if (r.state, r.why, r.hint) == (state, why, hint):
@@ -362,7 +265,7 @@ class Scheduler:
         if self.live:
             self.live(live_line(job, die, turn))
         if job.trained:
-            self._set(job, JobState.EXPORTING)
+            self.set(job, JobState.EXPORTING)
 
     def loaded(self, job: Job, die: Die, report: Loaded) -> None:
         for sentence in report.fallbacks:
@@ -372,7 +275,7 @@ class Scheduler:
         where = f"resumed from step {report.resumed}" if report.resumed is not None else "starting at step 0"
         self.say(Kind.LOADED, f"loaded in {duration(report.seconds)}, {where}", job)
         if job.leave is None:
-            self._set(job, JobState.RUNNING)
+            self.set(job, JobState.RUNNING)
 
     def exported(self, job: Job, report: Exported) -> None:
         for note in report.notes:
@@ -380,7 +283,7 @@ class Scheduler:
         self.say(Kind.EXPORTED, f"wrote {report.output}", job)
 
     def finished(self, job: Job) -> None:
-        self._set(job, JobState.DONE)
+        self.set(job, JobState.DONE)
         self.say(Kind.DONE, f"done after {count(job.step, 'step')}: {job.output}", job)
         self.changed()
 
@@ -397,17 +300,17 @@ class Scheduler:
             self.lanes[job.lane or ""].drop(job)
             self._failed(job, report)
         elif job.leave is None:
-            self._set(job, JobState.LOADING, report.message, report.hint)
+            self.set(job, JobState.LOADING, report.message, report.hint)
         self.changed()
 
     def _failed(self, job: Job, report: Failed) -> None:
         """A job that holds no die failed: for good, or until the disk has room."""
         if report.blame == "disk":
             job.not_before = self.monotonic() + DISK_RETRY
-            self._set(job, JobState.WAITING, report.message, report.hint)
+            self.set(job, JobState.WAITING, report.message, report.hint)
             self.say(Kind.DISK, report.message, job, level="error", hint=report.hint)
             return
-        self._set(job, JobState.FAILED, report.message, report.hint)
+        self.set(job, JobState.FAILED, report.message, report.hint)
         self.say(Kind.FAILED, report.message, job, level="error", hint=report.hint)
         self.keeper.facts(job.spec, lambda facts: self._keep_facts(job, facts))
 
@@ -419,7 +322,7 @@ class Scheduler:
         """A worker died on this job's visit; after ``CRASHES`` without a new step the job has failed."""
         job.record.crashes += 1
         if job.record.crashes >= CRASHES:
-            self._set(job, JobState.FAILED, f"{reason}, {CRASHES} times in a row without a new step",
+            self.set(job, JobState.FAILED, f"{reason}, {CRASHES} times in a row without a new step",
                       f"`rrd logs {job.id}` has its last words; `rrd restart {job.id}` tries again")
 
     def crashed(self, job: Job | None, die: Die, reason: str) -> None:
@@ -435,9 +338,9 @@ class Scheduler:
             if each.state is JobState.FAILED or die.fenced:
                 lane.drop(each)
                 if each.state is not JobState.FAILED:
-                    self._set(each, JobState.WAITING)
+                    self.set(each, JobState.WAITING)
             elif each.leave is None and each.state is not JobState.PAUSED:
-                self._set(each, JobState.LOADING)
+                self.set(each, JobState.LOADING)
         self.changed()
 
     def _fence(self, die: Die, why: str) -> None:
@@ -446,7 +349,7 @@ class Scheduler:
                  hint=f"`rrd dies --unfence {die.name}` puts it back to use")
 
     def disk_full(self, job: Job) -> None:
-        self._set(job, JobState.PAUSED, f"no checkpoint can be saved: {job.disk_trouble}",
+        self.set(job, JobState.PAUSED, f"no checkpoint can be saved: {job.disk_trouble}",
                   "free space; it goes on by itself")
         self.say(Kind.DISK, f"paused, because no checkpoint can be saved: {job.disk_trouble}", job, level="error",
                  hint="free space; it goes on by itself")
@@ -454,14 +357,17 @@ class Scheduler:
     def disk_back(self, job: Job) -> None:
         self.say(Kind.DISK, "the disk takes checkpoints again; going on", job)
         if job.leave is None:
-            self._set(job, JobState.RUNNING if job.resident else JobState.LOADING)
+            self.set(job, JobState.RUNNING if job.resident else JobState.LOADING)
 
     def left(self, job: Job, leave: Leave) -> None:
         if job.restart is not None:
             self._restart_now(job)
-        self._set(job, leave.state, "" if leave.state is JobState.WAITING else leave.why, leave.hint)
+        self.set(job, leave.state, "" if leave.state is JobState.WAITING else leave.why, leave.hint)
         if leave.state in (JobState.PAUSED, JobState.CANCELLED):
             self.say(Kind.JOB_LEFT, f"{leave.why}, at step {job.step}", job)
+        elif leave.state is JobState.REMOVED:
+            del self.jobs[job.id]
+            self.gone(job)
         self.changed()
 
     # --- how it stands ---
@@ -469,10 +375,6 @@ class Scheduler:
     @property
     def all_ended(self) -> bool:
         return all(j.state in ENDED or (j.state is JobState.PAUSED and j.paused) for j in self.jobs.values())
-
-    def rejected_views(self) -> list[RejectedView]:
-        return [RejectedView(file=r.file, line=r.line, key=r.key, message=r.sentence, hint=r.hint)
-                for r in self.rejected.values()]
 
 
 def live_line(job: Job, die: Die, turn: Turn) -> str:

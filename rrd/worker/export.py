@@ -15,8 +15,7 @@ from torch import Tensor
 
 from rrd import checkpoint
 from rrd.errors import BadJob, Damaged, RrdError
-from rrd.job import JobSpec, parse_job
-from rrd.ledger import JOB_FILE
+from rrd.job import JOB_FILE, JobSpec, parse_job
 from rrd.train import export
 from rrd.train.state import TENSORS, named_parameters
 

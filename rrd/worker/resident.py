@@ -183,11 +183,7 @@ def _restore(path: Path, trainer: Trainer, staging: Staging, notes: list[str]) -
     if state["format"] > FORMAT:
         raise checkpoint.FutureFormat(f"{path} holds state of format {state['format']}, and this rrd knows {FORMAT}",
                                       hint="install the rrd that wrote it, or a newer one")
-    if changed := differences(state["identity"], trainer.identity()):
-        if trainer.spec.resume == "exact" or any(c.startswith("job ") for c in changed):
-            raise BadJob(f"{path.name} cannot be continued exactly: {'; '.join(changed)}",
-                         hint='`resume = "compatible"` in the job file goes on all the same')
-        notes.append(f"{path.name} is continued, not bit for bit: {'; '.join(changed)}")
+    _check_identity(path.name, state["identity"], trainer, notes)
     buffer: list[memoryview] = []
 
     def into(size: int) -> memoryview:
@@ -198,3 +194,17 @@ def _restore(path: Path, trainer: Trainer, staging: Staging, notes: list[str]) -
     restore(trainer.optimizer, buffer[0], str(path / TENSORS))
     trainer.resume(state)
     return state
+
+
+def _check_identity(name: str, saved: dict[str, Any], trainer: Trainer, notes: list[str]) -> None:
+    """Raises BadJob where going on would give other numbers than the job would have had; or notes what was given up."""
+    now = trainer.identity()
+    changed = differences(saved, now)
+    if saved["job"] != now["job"]:
+        raise BadJob(f"{name} is of another job: {'; '.join(differences(saved['job'], now['job']))}",
+                     hint="change the job file back, or `rrd restart --fresh` to begin again at step 0")
+    if changed and trainer.spec.resume == "exact":
+        raise BadJob(f"{name} cannot be continued exactly: {'; '.join(changed)}",
+                     hint='`resume = "compatible"` in the job file goes on all the same')
+    if changed:
+        notes.append(f"{name} is continued, but not bit for bit: {'; '.join(changed)}")

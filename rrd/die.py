@@ -1,0 +1,55 @@
+"""A die as the daemon sees it: what it is, who lives there, and what went wrong last."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from rrd.config import Config, DieSpec
+from rrd.handle import Worker
+from rrd.messages import Ready
+from rrd.roster import Job
+from rrd.snapshot import DieView
+
+
+@dataclass(eq=False)
+class Die:
+    """One die, its worker and the jobs that live there."""
+
+    spec: DieSpec
+    jobs: dict[str, Job] = field(default_factory=dict)
+    worker: Worker | None = None
+    ready: Ready | None = None
+    restarts: int = -1
+    refusals: int = 0
+    fenced: str = ""
+    """Why no job may be here; empty: it may."""
+    suspect: str = ""
+    """The job on whose visit the worker died last, until a visit succeeds."""
+    refusal: str = ""
+    """Why the gate did not grant it last time; empty after a grant."""
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def alive(self) -> bool:
+        return self.worker is not None and self.worker.alive
+
+    def settings(self, config: Config) -> dict[str, object]:
+        """What a new worker of this die has to know."""
+        return {"die": self.name, "device": self.spec.device, "threads": self.spec.threads,
+                "state_dir": str(config.state_dir), "cache_dir": str(config.cache_dir)}
+
+    def view(self, *, computing: str | None, retry_at: float | None) -> DieView:
+        """``computing``: the job on the visit in progress; ``retry_at``: Unix time at which its back-off ends."""
+        ready = self.ready
+        state = ("fenced" if self.fenced else "computing" if computing else "backing off" if retry_at is not None
+                 else "idle" if self.alive else "off")
+        return DieView(
+            name=self.name, lane=self.spec.lane, device=self.spec.device, state=state, why=self.fenced or self.refusal,
+            jobs=sorted(self.jobs), computing=computing,
+            worker_pid=self.worker.pid if self.worker and self.alive else None, restarts=max(0, self.restarts),
+            refusals=self.refusals, retry_at=retry_at, model=ready.model if ready else "",
+            uuid=ready.uuid if ready else "", pci_bus_id=ready.pci_bus_id if ready else "",
+            memory_bytes=ready.memory_bytes if ready else None)

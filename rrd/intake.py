@@ -1,0 +1,130 @@
+"""From the spool's job files to jobs: who is new, whose file changed and how far that may go, and who is gone."""
+
+from __future__ import annotations
+
+from rrd import checkpoint
+from rrd.job import JobSpec, changes, identity, output_of, with_live
+from rrd.journal import Kind
+from rrd.ledger import Record
+from rrd.roster import Job, Leave
+from rrd.scheduler import Scheduler
+from rrd.snapshot import RejectedView
+from rrd.spool import JobFile, Rejection, Scan
+from rrd.states import ENDED, PLACED, JobState
+
+
+class Intake:
+    """Makes the scheduler's jobs those that the spool names. Runs on the loop; nothing blocks."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.rejected: dict[str, Rejection] = {}
+        self._orphans: dict[str, Record] = {}
+        self._gone: dict[str, Job] = {}
+        scheduler.gone = lambda job: self._gone.update({job.id: job})
+
+    def restore(self, records: dict[str, Record], specs: dict[str, JobSpec]) -> None:
+        """Take over the ledger's records. A record without a readable job file waits for the spool to bring one."""
+        s = self.scheduler
+        for job_id, record in records.items():
+            if job_id not in specs:
+                self._orphans[job_id] = record
+                continue
+            if record.state in PLACED or record.state is JobState.PREPARING:
+                record.state = JobState.WAITING  # nobody trains yet
+            job = Job(record, specs[job_id], output=str(output_of(job_id, specs[job_id], s.config)))
+            job.step = job.saved_step = record.announced_step
+            (self._gone if record.state is JobState.REMOVED else s.jobs)[job_id] = job
+
+    def apply(self, scan: Scan) -> None:
+        """Take in one scan."""
+        s = self.scheduler
+        for file in scan.jobs.values():
+            if file.id in self._gone:
+                self._put_back(self._gone.pop(file.id))
+            if job := s.jobs.get(file.id):
+                self._offer(job, file)
+            else:
+                self._admit(file)
+        for job in list(s.jobs.values()):
+            if job.id not in scan.present:
+                self._remove(job)
+        self._say_rejected(scan.rejected)
+        s.retry_failed()
+        s.changed()
+
+    def _admit(self, file: JobFile) -> None:
+        s = self.scheduler
+        record = self._orphans.pop(file.id, None) or Record(id=file.id, submitted_at=file.mtime)
+        if not record.announced_step and (saved := checkpoint.listing(s.keeper.ledger.dir(file.id))):
+            record.announced_step = saved[0][0]  # its ledger was lost, its work was not
+        record.state, record.why, record.hint = JobState.WAITING, "", ""
+        job = s.jobs[file.id] = Job(record, file.spec, file=str(file.path), output=file.output, digest=file.digest)
+        s.keeper.save(job, spec=True)
+        s.say(Kind.JOB_ACCEPTED, f"accepted, {file.spec.method} on {file.spec.model}", job)
+
+    def _offer(self, job: Job, file: JobFile) -> None:
+        """A known job's file as it is now: take over what may change, refuse the rest, say so once."""
+        s = self.scheduler
+        edited, job.digest, job.file = job.digest not in ("", file.digest), file.digest, str(file.path)
+        taken, refused = changes(job.spec, file.spec)
+        if refused and self._untouched(job):
+            taken, refused = taken | refused, set()
+            s.replace(job, file.spec, file.output)
+        elif taken:
+            job.spec = with_live(job.spec, file.spec)
+        self._note_refused(job, file.spec, refused)
+        if taken:
+            self._took_over(job, taken)
+        if edited and job.state is JobState.FAILED and not refused:
+            s.set(job, JobState.WAITING)
+
+    @staticmethod
+    def _untouched(job: Job) -> bool:
+        """Whether nothing was trained yet, so that there is nothing to keep."""
+        return not (job.record.best_step or job.record.announced_step or job.state in PLACED)
+
+    def _note_refused(self, job: Job, spec: JobSpec, refused: set[str]) -> None:
+        before, job.offered = job.refusal, spec if refused else None
+        keys = ", ".join(f"`{k}`" for k in sorted(refused))
+        job.refusal = f"the edit of {keys} is not in force: it would change what is being trained" if refused else ""
+        if job.refusal and job.refusal != before:
+            cost = "step 0" if identity(job.spec) != identity(spec) else "the newest checkpoint"
+            self.scheduler.say(Kind.EDIT_REFUSED, job.refusal, job, level="warning",
+                               hint=f"`rrd restart {job.id}` takes it over, from {cost}")
+
+    def _took_over(self, job: Job, taken: set[str]) -> None:
+        s = self.scheduler
+        s.keeper.save(job, spec=True)
+        s.say(Kind.EDIT_TAKEN, "now " + ", ".join(f"{k} = {getattr(job.spec, k)!r}" for k in sorted(taken)), job)
+        if job.lane and "weight" in taken:
+            s.lanes[job.lane].rotation.set_weight(job.id, job.spec.weight)
+        if "paused" in taken:
+            s.pause_or_resume(job)
+        if job.state is JobState.DONE and job.total is not None and job.total > job.record.announced_step:
+            s.set(job, JobState.WAITING)  # there is more to train now
+
+    def _put_back(self, job: Job) -> None:
+        """Its file is there again: carry on where it was."""
+        ended = job.record.outcome
+        self.scheduler.jobs[job.id] = job
+        self.scheduler.set(job, ended or JobState.WAITING, job.record.why if ended else "")
+        self.scheduler.say(Kind.JOB_ACCEPTED, "its job file is back; carrying on", job)
+
+    def _remove(self, job: Job) -> None:
+        if job.leave and job.leave.state is JobState.REMOVED:
+            return  # on its way already
+        job.record.outcome = job.state if job.state in ENDED else None
+        self.scheduler.say(Kind.JOB_REMOVED, "its job file is gone; its checkpoints are kept", job)
+        self.scheduler.end(job, Leave(JobState.REMOVED, "its job file is gone", "put the file back and it carries on"))
+
+    def _say_rejected(self, rejected: dict[str, Rejection]) -> None:
+        for name, r in rejected.items():
+            if self.rejected.get(name) != r:
+                self.scheduler.say(Kind.FILE_REJECTED, r.sentence, level="error", hint=r.hint)
+        self.rejected = dict(rejected)
+
+    def rejected_views(self) -> list[RejectedView]:
+        """The files that do not count, for the snapshot."""
+        return [RejectedView(file=r.file, line=r.line, key=r.key, message=r.sentence, hint=r.hint)
+                for r in self.rejected.values()]

@@ -1,0 +1,113 @@
+"""The units, as systemd itself judges them."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from rrd.config import Config
+
+UNITS = Path(__file__).parent.parent / "units"
+SERVICE = UNITS / "rrd.service"
+WORST_EXPOSURE = 1.5
+
+needs_systemd = pytest.mark.skipif(
+    shutil.which("systemd-analyze") is None, reason="needs systemd-analyze (apt-get install systemd)"
+)
+
+
+def directives(unit: Path) -> dict[str, list[str]]:
+    """What a unit sets; the values of a directive in their order."""
+    found = defaultdict(list)
+    for line in unit.read_text().splitlines():
+        name, equals, value = line.partition("=")
+        if equals and not line.startswith(("#", " ")):
+            found[name].append(value)
+    return found
+
+
+def analyze(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["systemd-analyze", *args], capture_output=True, text=True, timeout=60, check=False)
+
+
+@needs_systemd
+def test_systemd_understands_every_directive(tmp_path: Path) -> None:
+    """``verify`` exits with 0 on directives it does not know: only silence means yes."""
+    (program,) = directives(SERVICE)["ExecStart"]
+    unit = tmp_path / SERVICE.name
+    unit.write_text(SERVICE.read_text().replace(program.split()[0], "/bin/true"))
+    judged = analyze("verify", "--man=no", "--recursive-errors=no", str(unit))
+    assert (judged.returncode, judged.stderr) == (0, "")
+
+
+@needs_systemd
+def test_verify_would_see_a_mistake(tmp_path: Path) -> None:
+    unit = tmp_path / SERVICE.name
+    unit.write_text(SERVICE.read_text().replace("ProtectClock=yes", "ProtectClocks=yes"))
+    assert "ProtectClocks" in analyze("verify", "--man=no", "--recursive-errors=no", str(unit)).stderr
+
+
+@needs_systemd
+def test_exposure_is_at_most_one_and_a_half() -> None:
+    judged = analyze("security", "--offline=true", f"--threshold={WORST_EXPOSURE * 10:.0f}", str(SERVICE))
+    assert judged.returncode == 0, judged.stdout[-300:] + judged.stderr
+
+
+@needs_systemd
+def test_systemd_makes_the_user_and_the_directories(tmp_path: Path) -> None:
+    (tmp_path / "etc").mkdir()
+    for tool, kind in (("systemd-sysusers", "sysusers.d"), ("systemd-tmpfiles", "tmpfiles.d")):
+        if shutil.which(tool) is None:
+            pytest.skip(f"needs {tool}")
+        create = ["--create"] if kind == "tmpfiles.d" else []
+        made = subprocess.run([tool, f"--root={tmp_path}", *create, str(UNITS / kind / "rrd.conf")],
+                              capture_output=True, text=True, timeout=60, check=False)
+        assert made.returncode == 0, made.stderr
+    assert "rrd:x:" in (tmp_path / "etc" / "passwd").read_text()
+    assert (tmp_path / "etc" / "rrd" / "jobs.d").stat().st_mode & 0o022 == 0
+
+
+def test_the_service_keeps_its_promises() -> None:
+    unit = directives(SERVICE)
+    assert unit["Type"] == ["notify"]
+    assert unit["WatchdogSec"] == ["30"]
+    assert unit["Restart"] == ["on-failure"]
+    assert unit["RestartPreventExitStatus"] == ["78"]  # BadConfig.exit_code
+    assert unit["KillMode"] == ["mixed"]
+    assert unit["ExecStart"] == ["/usr/lib/rrd/venv/bin/rrd daemon"]
+    assert unit["User"] == ["rrd"]
+    assert unit["RuntimeDirectoryPreserve"] == ["yes"], "the last status outlives the daemon"
+    assert unit["CapabilityBoundingSet"] == [""]
+    assert "MemoryDenyWriteExecute" not in unit, "it breaks torch"
+    assert "ProcSubset" not in unit, "it hides /proc/cpuinfo"
+    assert unit["SystemCallErrorNumber"] == ["EPERM"], "else a library that pins its threads is killed"
+
+
+def test_the_service_can_write_where_the_daemon_does_by_default() -> None:
+    unit = directives(SERVICE)
+    for directive, base, field in (
+        ("StateDirectory", "/var/lib", "state_dir"),
+        ("CacheDirectory", "/var/cache", "cache_dir"),
+        ("RuntimeDirectory", "/run", "run_dir"),
+        ("ConfigurationDirectory", "/etc", "jobs_dir"),
+    ):
+        (name,) = unit[directive]
+        assert Config.model_fields[field].default.is_relative_to(Path(base) / name)
+
+
+def test_every_block_of_the_service_is_explained() -> None:
+    """Settings stand under a comment that says why, with no blank line between."""
+    explained = False
+    for line in SERVICE.read_text().splitlines():
+        if line.startswith("#"):
+            explained = True
+        elif not line.strip():
+            explained = False
+        elif line.startswith("["):
+            explained = line in ("[Unit]", "[Install]")
+        else:
+            assert explained or not line, line

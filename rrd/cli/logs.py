@@ -97,7 +97,7 @@ def line(record: dict[str, Any]) -> str:
 
 def _event(e: dict[str, Any]) -> str:
     level, hint = str(e.get("level", "")), e.get("hint")
-    where = [f"{name} {e[name]}" for name in ("die", "step") if e.get(name) is not None]
+    where = [f"{name} {e[name]}" for name in ("die", "step") if e.get(name)]
     text = one_line(str(e["message"]) + (f" ({hint})" if hint else ""), 2000)
     place = one_line(f"  [{', '.join(where)}]" if where else "", 100)
     word = f"{level}: " if level in _COLOR else ""
@@ -109,7 +109,8 @@ def _step(r: dict[str, Any]) -> str:
              "seconds": "seconds"}
     values = [f"{name} {_value(r[key])}" for key, name in names.items() if r.get(key) is not None]
     die = f"die {r['die']} " if r.get("die") is not None else ""
-    return f"{die}step {r.get('step', '?')}: {', '.join(values)}"
+    skipped = " (not applied)" if r.get("applied") is False else ""
+    return f"{die}step {r.get('step', '?')}: {', '.join(values)}{skipped}"
 
 
 def _value(value: object) -> str:

@@ -110,7 +110,8 @@ def dies(snapshot: Snapshot, now: float, width: int | None, *, full: bool = Fals
     if full:
         columns += [Column("PID", True, 5), Column("MEMORY", True, 6), Column("RESTARTS", True, 7),
                     Column("REFUSED", True, 8), Column("MODEL", rank=4), Column("PCI", rank=9), Column("UUID", rank=10)]
-    return table(columns, [_die_row(d, now, full) for d in snapshot.dies], width)
+    by_number = sorted(snapshot.dies, key=lambda d: (len(d.name), d.name))
+    return table(columns, [_die_row(d, now, full) for d in by_number], width)
 
 
 def _die_row(d: DieView, now: float, full: bool) -> Row:

@@ -12,11 +12,12 @@ from fake_daemon import HOSTILE
 
 from rrd.cli.logs import Tail, following
 
-EVENTS = [{"time": 1000.0, "level": "info", "message": "accepted"},
+EVENTS = [{"time": 1000.0, "level": "info", "message": "accepted", "step": 0, "die": ""},
           {"time": 1020.0, "level": "warning", "message": "the gate refused die 3", "hint": "retried", "die": "3"},
           {"time": 1040.0, "level": "error", "message": "its worker died", "step": 12, "die": "3"}]
 STEPS = [{"step": 1, "loss": 2.5, "lr": 1e-4, "grad_norm": 0.5, "tokens": 512, "seconds": 0.25, "die": "3", "round": 1,
-          "time": 1010.0}, {"step": 1, "eval_loss": 2.25}, {"step": 2, "loss": 2.4, "time": 1030.0}]
+          "time": 1010.0},
+         {"step": 1, "eval_loss": 2.25}, {"step": 2, "loss": None, "applied": False, "tokens": 64, "time": 1030.0}]
 
 
 @pytest.fixture
@@ -47,7 +48,7 @@ def test_steps_stand_between_the_events_of_their_time(rrd: Rrd, code: Path) -> N
     lines = [line[21:] for line in rrd("logs", "code", "--steps").stdout.splitlines()]
     assert lines[1:5] == ["die 3 step 1: loss 2.5, lr 0.0001, gradient 0.5, tokens 512, seconds 0.25",
                           "step 1: held-out loss 2.25", "warning: the gate refused die 3 (retried)  [die 3]",
-                          "step 2: loss 2.4"]
+                          "step 2: tokens 64 (not applied)"]
 
 
 def test_the_newest_and_json(rrd: Rrd, code: Path) -> None:

@@ -42,6 +42,20 @@ def test_kills_all_that_a_hung_program_started(tmp_path: Path) -> None:
     asyncio.run(scene())
 
 
+def test_cancelled_when_half_granted_it_gives_back(tmp_path: Path) -> None:
+    async def scene() -> None:
+        bench = CommandBench(tmp_path)
+        bench.script("0", "hang")
+        task = asyncio.ensure_future(bench.gate.acquire("0"))
+        await until(lambda: bench.open() == "0")
+        task.cancel()
+        await asyncio.wait({task})
+        assert task.cancelled()
+        assert bench.open() is None
+
+    asyncio.run(scene())
+
+
 def _runs(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"

@@ -7,12 +7,14 @@ nothing half-written ever has a ``ckpt-`` name, and nothing damaged is ever load
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import re
+import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from rrd.errors import Damaged, DiskTrouble
 FORMAT = 1
 MANIFEST = "MANIFEST.json"
 _NAME = re.compile(r"ckpt-(\d{12})")
+_PIECE = 1 << 22
 RESERVE = 64 << 20
 """Bytes left free on the disk beyond what a checkpoint needs."""
 
@@ -86,39 +89,47 @@ def listing(job_dir: Path) -> list[tuple[int, Path]]:
     return sorted(found, reverse=True)
 
 
-def commit(job_dir: Path, *, job: str, step: int, identity: str, files: Mapping[str, Iterable[Bytes]],
-           expected_bytes: int = 0, disk: Disk = DISK) -> tuple[Path, Manifest]:
+def commit(job_dir: Path, *, job: str, step: int, identity: str, files: Mapping[str, Sequence[Bytes]],
+           disk: Disk = DISK) -> tuple[Path, Manifest]:
     """Write a checkpoint; when this returns it survives any crash, and may be announced.
+
+    ``files`` maps a name to the pieces that make up its contents.
 
     Raises:
         DiskTrouble: it was not committed; older checkpoints are untouched and nothing of this one is left.
     """
+    sizes = {name: sum(memoryview(piece).nbytes for piece in pieces) for name, pieces in files.items()}
     try:
-        free = disk.free(job_dir)
-        if free < expected_bytes * 5 // 4 + RESERVE:
-            raise DiskTrouble(
-                f"the disk is nearly full: a checkpoint needs {expected_bytes * 5 // 4 + RESERVE >> 20} MiB free at "
-                f"{job_dir} and there are {free >> 20} MiB", hint="free space; rrd goes on by itself")
+        _check_room(job_dir, sum(sizes.values()), disk)
         with durable.NewDirectory(job_dir, f"{step}", disk=disk) as new:
-            written = {name: new.add(name, chunks) for name, chunks in files.items()}
+            written = {name: new.add(name, pieces, size=sizes[name]) for name, pieces in files.items()}
             manifest = Manifest(job, step, identity, written, time.time())
             new.add(MANIFEST, [manifest.encode()])
-            return new.commit(name_of(step)), manifest
+            # What may be there under this name is an attempt that could be neither made durable nor taken back.
+            return new.commit(name_of(step), replace=True), manifest
     except OSError as e:
         raise durable.trouble(e, job_dir / name_of(step)) from e
+
+
+def _check_room(job_dir: Path, size: int, disk: Disk) -> None:
+    needed, free = size * 5 // 4 + RESERVE, disk.free(job_dir)
+    if free < needed:
+        raise DiskTrouble(f"the disk is nearly full: a checkpoint needs {needed >> 20} MiB free at {job_dir} and there "
+                          f"are {free >> 20} MiB", hint="free space; rrd goes on by itself")
 
 
 def read_manifest(path: Path) -> Manifest:
     """The manifest of the checkpoint at ``path``, checked against its own hash and the directory's name."""
     try:
         data = (path / MANIFEST).read_bytes()
+        present = set(os.listdir(path))
     except OSError as e:
         raise Damaged(f"{path} has no readable manifest: {os.strerror(e.errno or 0).lower()}") from e
     manifest = Manifest.decode(data, path / MANIFEST)
     if path.name != name_of(manifest.step):
         raise Damaged(f"{path} says that it is of step {manifest.step}")
-    if present := {p.name for p in path.iterdir()} ^ {MANIFEST, *manifest.files}:
-        raise Damaged(f"{path} does not hold exactly its files: {', '.join(sorted(present))}")
+    if odd := present ^ {MANIFEST, *manifest.files}:
+        raise Damaged(f"{path} does not hold exactly its files: {', '.join(sorted(odd))}")
     return manifest
 
 
@@ -127,18 +138,30 @@ def read_file(path: Path, manifest: Manifest, name: str, into: Callable[[int], m
 
     Raises Damaged if size or digest differ; the buffer then holds rubbish and must not be used.
     """
-    size, digest = manifest.files[name]
-    file = path / name
+    size, _ = manifest.files[name]
+    buffer: list[memoryview] = []
+
+    def window(at: int) -> memoryview:
+        if not buffer:
+            buffer.append(into(size))  # not before the file was seen to have this size
+        return buffer[0][at:]
+
+    _check_file(path / name, *manifest.files[name], window)
+
+
+def _check_file(file: Path, size: int, digest: str, window: Callable[[int], memoryview]) -> None:
+    """Read ``file`` piece by piece into ``window(offset)``. Raises Damaged unless it has this size and sha256."""
     try:
         with open(file, "rb", buffering=0) as f:
-            if os.fstat(f.fileno()).st_size != size:
-                raise Damaged(f"{file} has {os.fstat(f.fileno()).st_size} bytes instead of {size}")
-            view, at, sha = into(size), 0, hashlib.sha256()
+            if (found := os.fstat(f.fileno()).st_size) != size:
+                raise Damaged(f"{file} has {found} bytes instead of {size}")
+            at, sha = 0, hashlib.sha256()
             while at < size:
-                n = f.readinto(view[at : at + (1 << 22)])
+                piece = window(at)[: min(_PIECE, size - at)]
+                n = f.readinto(piece)
                 if not n:
                     raise Damaged(f"{file} ends early")
-                sha.update(view[at : at + n])
+                sha.update(piece[:n])
                 at += n
     except OSError as e:
         raise Damaged(f"{file} cannot be read: {os.strerror(e.errno or 0).lower()}") from e
@@ -156,26 +179,28 @@ def read_bytes(path: Path, manifest: Manifest, name: str) -> bytes:
 def verify(path: Path) -> Manifest:
     """Check every byte of the checkpoint at ``path``. Raises Damaged with the sentence."""
     manifest = read_manifest(path)
-    scratch = bytearray()
-
-    def into(size: int) -> memoryview:
-        scratch.extend(bytes(max(0, size - len(scratch))))
-        return memoryview(scratch)
-
-    for name in manifest.files:
-        read_file(path, manifest, name, into)
+    scratch = memoryview(bytearray(_PIECE))
+    for name, (size, digest) in manifest.files.items():
+        _check_file(path / name, size, digest, lambda _: scratch)
     return manifest
 
 
 def quarantine(path: Path, *, disk: Disk = DISK) -> Path:
-    """Take a damaged checkpoint out of the way, keeping its bytes for whoever wants to look."""
-    bad = path.parent / f".bad-{path.name}-{int(time.time() * 1000):x}"
-    disk.rename(path, bad)
+    """Take a damaged checkpoint out of the way, keeping its bytes for whoever wants to look. Raises DiskTrouble."""
+    bad = path.parent / f".bad-{path.name}-{secrets.token_hex(4)}"
+    try:
+        disk.rename(path, bad)
+    except OSError as e:
+        raise durable.trouble(e, path) from e
     return bad
 
 
 def collect(job_dir: Path, keep: int, *, disk: Disk = DISK) -> None:
-    """Remove all but the ``keep`` newest checkpoints. Call it right after a commit: the newest is then valid."""
+    """Remove all but the ``keep`` newest checkpoints. Call it right after a commit: the newest is then valid.
+
+    What cannot be removed now is tried again after the next commit.
+    """
     assert keep >= 1
     for _, path in listing(job_dir)[keep:]:
-        durable.discard_dir(path, disk=disk)
+        with contextlib.suppress(OSError):
+            durable.discard_dir(path, disk=disk)

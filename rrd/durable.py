@@ -14,7 +14,8 @@ import fcntl
 import hashlib
 import os
 import secrets
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO
 
@@ -82,7 +83,7 @@ NEW = ".new-"
 
 def trouble(e: OSError, path: Path) -> DiskTrouble:
     """The sentence for an operating-system error while writing ``path``."""
-    what = _TROUBLE.get(e.errno or 0, os.strerror(e.errno or 0).lower())
+    what = _TROUBLE.get(e.errno or 0) or (e.strerror or str(e)).lower()
     return DiskTrouble(f"{what}: cannot write {path}", hint="free space or mend the disk; rrd goes on by itself")
 
 
@@ -127,8 +128,14 @@ def make_dir(path: Path, *, disk: Disk = DISK) -> None:
     try:
         disk.mkdir(path)
     except FileExistsError:
-        return
-    fsync_dir(path.parent, disk=disk)
+        if not path.is_dir():
+            raise
+    try:
+        fsync_dir(path.parent, disk=disk)
+    except OSError:
+        with contextlib.suppress(OSError):
+            disk.rmdir(path)  # or the next call would take it for durable
+        raise
 
 
 def replace_file(path: Path, data: bytes, *, disk: Disk = DISK) -> None:
@@ -176,50 +183,73 @@ class NewDirectory:
         self.disk.symlink(target, self.path / name)
 
     def commit(self, name: str, *, replace: bool = False) -> Path:
-        """Give the directory its name; when this returns, it survives any crash.
+        """Give the directory its name; when this returns, it survives any crash. When it raises OSError, the name is
+        what it was, unless the disk takes no renames any more.
 
         With ``replace`` a directory already there is moved to the trash first; a crash between the two renames leaves
         it there, and the next commit or sweep removes it. Without, the name must be free.
         """
         final = self.parent / name
         fsync_dir(self.path, disk=self.disk)
-        old: Path | None = None
-        if final.exists():
-            assert replace, f"{final} is there already"
-            old = self.parent / f"{TRASH}{name}-{secrets.token_hex(4)}"
-            self.disk.rename(final, old)
-        self.disk.rename(self.path, final)
+        with self._stepping_aside(final, replace) as old:
+            self.disk.rename(self.path, final)
+            try:
+                fsync_dir(self.parent, disk=self.disk)
+            except OSError:
+                self.disk.rename(final, self.path)  # nobody may find under its name what a power cut would take
+                raise
         self.committed = True
-        fsync_dir(self.parent, disk=self.disk)
         if old is not None:
             remove_tree(old, disk=self.disk)
         return final
 
+    @contextlib.contextmanager
+    def _stepping_aside(self, final: Path, replace: bool) -> Iterator[Path | None]:
+        """Move what is at ``final`` to the trash, and back if the block fails. Yields where it is."""
+        if not os.path.lexists(final):
+            yield None
+            return
+        assert replace, f"{final} is there already"
+        old = self.parent / f"{TRASH}{final.name}-{secrets.token_hex(4)}"
+        self.disk.rename(final, old)
+        try:
+            yield old
+        except OSError:
+            self.disk.rename(old, final)
+            raise
+
 
 def discard_dir(path: Path, *, disk: Disk = DISK) -> None:
-    """Remove a committed directory: renamed to the trash first, so that nobody ever sees half of it under its name."""
+    """Remove a committed directory, by way of the trash: nobody sees half of it under its name, whatever happens."""
     trash = path.parent / f"{TRASH}{path.name}-{secrets.token_hex(4)}"
     disk.rename(path, trash)
+    fsync_dir(path.parent, disk=disk)
     remove_tree(trash, disk=disk)
 
 
 def remove_tree(path: Path, *, disk: Disk = DISK) -> None:
-    """Remove a temp or trash directory as far as possible; what resists is left for the next sweep."""
-    try:
-        for entry in os.scandir(path):
+    """Remove a temp or trash directory; what resists is left for the next sweep."""
+    with contextlib.suppress(OSError):
+        for entry in list(os.scandir(path)):
             if entry.is_dir(follow_symlinks=False):
                 remove_tree(Path(entry.path), disk=disk)
             else:
                 disk.unlink(Path(entry.path))
         disk.rmdir(path)
-    except OSError:
-        pass
 
 
 def sweep_dirs(parent: Path, *, disk: Disk = DISK) -> None:
-    """Remove the directories that an interrupted commit left in ``parent``. Only its one writer may call this."""
+    """Remove the directories that an interrupted commit left in ``parent``. Only its one writer may call this.
+
+    What is there afterwards is durable, also a directory whose writer was killed between its rename and the fsync.
+    Raises DiskTrouble.
+    """
     for path in _starting_with((TMP, TRASH), parent):
         remove_tree(path, disk=disk)
+    try:
+        fsync_dir(parent, disk=disk)
+    except OSError as e:
+        raise trouble(e, parent) from e
 
 
 def sweep_files(parent: Path, *, disk: Disk = DISK) -> None:
@@ -233,24 +263,72 @@ def _starting_with(prefixes: tuple[str, ...], parent: Path) -> list[Path]:
 
 
 class Log:
-    """An append-only file whose length a checkpoint remembers, so that what came after can be cut off again."""
+    """An append-only file whose length a checkpoint remembers, so that what came after can be cut off again.
+
+    What was added since the last ``sync`` is also kept in memory: a full disk gets it later, and after a failed fsync
+    it goes into a new file. One thread appends; another may ``sync`` meanwhile.
+    """
 
     def __init__(self, path: Path, length: int, *, disk: Disk = DISK) -> None:
-        """Open or make ``path`` and cut it to ``length`` bytes. Shorter than that, it is kept as it is."""
-        self.disk = disk
-        self.fd = disk.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW)
-        self.length = min(length, os.fstat(self.fd).st_size)
-        disk.truncate(self.fd, self.length)
+        """Open or make ``path`` and cut it to ``length`` bytes. Shorter than that, it is kept as it is.
+
+        Raises DiskTrouble.
+        """
+        self.path, self.disk = path, disk
+        self._changing = threading.Lock()
+        self._new, self._written = bytearray(), 0  # since the last sync, and how much of it is in the file
+        self._doubtful = False  # an fsync failed: the file may not be synced again
+        try:
+            self._fd = self._open()
+            self.length = self._synced = min(length, os.fstat(self._fd).st_size)
+            disk.truncate(self._fd, self.length)
+        except OSError as e:
+            raise trouble(e, path) from e
+
+    def _open(self) -> int:
+        return self.disk.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW)
 
     def append(self, data: bytes) -> None:
-        """Add ``data``; not durable before ``sync``."""
-        self.length += _write_all(self.fd, data, self.disk)
+        """Add ``data``; not durable before ``sync``, which also says what is wrong with the disk."""
+        with self._changing:
+            self._new += data
+            self.length += len(data)
+            with contextlib.suppress(OSError):
+                self._write()
+
+    def _write(self) -> None:
+        while self._written < len(self._new):
+            self._written += self.disk.write(self._fd, self._new[self._written :])
 
     def sync(self) -> None:
-        self.disk.fsync(self.fd)
+        """Make all that was appended before this call durable. Raises DiskTrouble."""
+        try:
+            with self._changing:
+                if self._doubtful:
+                    self._write_anew()
+                self._write()
+                done = self._written
+            self._fsync()  # without the lock: whoever appends does not wait for the disk
+        except OSError as e:
+            raise trouble(e, self.path) from e
+        with self._changing:
+            del self._new[:done]
+            self._written -= done
+            self._synced += done
+
+    def _fsync(self) -> None:
+        self._doubtful = True
+        self.disk.fsync(self._fd)
+        self._doubtful = False
+
+    def _write_anew(self) -> None:
+        replace_file(self.path, self.path.read_bytes()[: self._synced] + self._new, disk=self.disk)
+        old, self._fd = self._fd, self._open()
+        self._synced, self._new, self._written, self._doubtful = self.length, bytearray(), 0, False
+        self.disk.close(old)
 
     def close(self) -> None:
-        self.disk.close(self.fd)
+        self.disk.close(self._fd)
 
 
 def lock(path: Path, *, what: str) -> IO[bytes]:

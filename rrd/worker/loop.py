@@ -34,7 +34,7 @@ from rrd.train import export
 from rrd.train.step import NotFinite, StepResult
 from rrd.worker import resident
 from rrd.worker.channel import Channel, Closed
-from rrd.worker.resident import Resident
+from rrd.worker.resident import Resident, Saved
 from rrd.worker.writer import Writer
 
 if TYPE_CHECKING:
@@ -121,11 +121,13 @@ class Loop:
                 break
             seconds += self._step(r, order)
             steps += 1
-        copied, copy_seconds = self._copy_aside(r, order)
+        saved, copy_seconds = self._copy_aside(r, order)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # after VisitDone nothing may touch the die
-        self.channel.send(VisitDone(job=order.job, step=r.trainer.step, steps=steps, seconds=seconds, copied=copied,
-                                    copy_seconds=copy_seconds))
+        self.channel.send(VisitDone(job=order.job, step=r.trainer.step, steps=steps, seconds=seconds,
+                                    copied=saved is not None, copy_seconds=copy_seconds))
+        if saved:
+            self.writer.submit(r, saved, order.keep)  # no earlier: its report must not overtake VisitDone
 
     def _step(self, r: Resident, order: Run) -> float:
         """One step, its line of history and its report. Returns its seconds."""
@@ -149,16 +151,14 @@ class Loop:
         r.log(step=r.trainer.step, eval_loss=loss, time=round(time.time(), 3))
         self.channel.send(Evaluated(job=r.job, step=r.trainer.step, loss=loss))
 
-    def _copy_aside(self, r: Resident, order: Run) -> tuple[bool, float]:
+    def _copy_aside(self, r: Resident, order: Run) -> tuple[Saved | None, float]:
         if not order.steps:
             self._wait_for_writer(r)
         if not order.checkpoint or r.trainer.step == r.committed_step or not r.written.is_set():
-            return False, 0.0
+            return None, 0.0
         start = time.monotonic()
         saved = r.save(order.total)
-        seconds = time.monotonic() - start
-        self.writer.submit(r, saved, order.keep)
-        return True, seconds
+        return saved, time.monotonic() - start
 
     def _wait_for_writer(self, r: Resident) -> None:
         """An order that is for nothing but a checkpoint waits until the one before is written."""

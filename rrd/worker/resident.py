@@ -6,7 +6,7 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -37,8 +37,7 @@ class Saved:
 
     step: int
     identity: str
-    files: Mapping[str, Iterable[Bytes]]
-    size: int
+    files: Mapping[str, Sequence[Bytes]]
 
 
 @dataclass
@@ -63,9 +62,8 @@ class Resident:
         assert self.written.is_set()
         self.staging.fill(self.trainer.optimizer)
         state = json.dumps(self.trainer.state(total, self.history.length), indent=1).encode()
-        tensors = self.staging.chunk()
-        return Saved(self.trainer.step, jobs.identity(self.trainer.spec), {TENSORS: [tensors], STATE: [state]},
-                     len(tensors) + len(state))
+        return Saved(self.trainer.step, jobs.identity(self.trainer.spec),
+                     {TENSORS: [self.staging.chunk()], STATE: [state]})
 
     def log(self, **line: Any) -> None:
         self.history.append(json.dumps(line).encode() + b"\n")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
+import traceback
 from collections.abc import Callable
 
 from rrd import checkpoint
-from rrd.errors import RrdError
+from rrd.errors import DiskTrouble
 from rrd.messages import CommitFailed, Committed, Message
+from rrd.worker.channel import Closed
 from rrd.worker.resident import Resident, Saved
 
 
@@ -37,6 +40,11 @@ class Writer:
             resident, saved, keep = item
             try:
                 self._report(commit(resident, saved, keep))
+            except Closed:
+                pass  # nobody is there to hear it; the main thread sees that too
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)  # a worker that cannot save must not train on as if it could
             finally:
                 resident.written.set()
 
@@ -47,12 +55,9 @@ def commit(resident: Resident, saved: Saved, keep: int) -> Committed | CommitFai
     try:
         resident.history.sync()
         _, manifest = checkpoint.commit(
-            resident.dir, job=resident.job, step=saved.step, identity=saved.identity, files=saved.files,
-            expected_bytes=saved.size)
-    except RrdError as e:
+            resident.dir, job=resident.job, step=saved.step, identity=saved.identity, files=saved.files)
+    except DiskTrouble as e:
         return CommitFailed(job=resident.job, step=saved.step, message=e.message, hint=e.hint)
-    except OSError as e:
-        return CommitFailed(job=resident.job, step=saved.step, message=str(e))
     resident.committed_step = saved.step
     checkpoint.collect(resident.dir, keep)
     return Committed(job=resident.job, step=saved.step, bytes=manifest.size, seconds=time.monotonic() - start)

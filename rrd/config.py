@@ -99,11 +99,14 @@ Argv = Annotated["tuple[str, ...]", BeforeValidator(_tuple)]
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False,
-                              use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class GateConfig(_Strict):
+class _Table(_Strict, use_attribute_docstrings=True):
+    """A table of the file: the docstrings of its keys are their descriptions."""
+
+
+class GateConfig(_Table):
     """What grants and takes back a lane's dies."""
 
     kind: Literal["none", "command", "socket", "simulated"] = "none"
@@ -128,7 +131,7 @@ class GateConfig(_Strict):
         return self
 
 
-class LaneConfig(_Strict):
+class LaneConfig(_Table):
     """Dies of which only one computes at a time."""
 
     name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,31}$")
@@ -164,7 +167,7 @@ class Lane(_Strict):
     gate: GateConfig
 
 
-class Config(_Strict):
+class Config(_Table):
     """The daemon's settings. The description of a key is what users read in the schema and in ``etc/rrd.toml``."""
 
     state_dir: AbsPath = Path("/var/lib/rrd")

@@ -292,7 +292,7 @@ def _read(fd: int, name: str, owners: frozenset[int]) -> tuple[bytes, os.stat_re
         _check_kind(name, info)
         _check_rights(name, info, owners)
         data = b""
-        while len(data) <= MAX_BYTES and (more := os.read(file, MAX_BYTES + 1 - len(data))):
+        while more := os.read(file, MAX_BYTES + 1 - len(data)):  # of a file that has grown, one byte too many
             data += more
         return data, os.fstat(file)
     finally:

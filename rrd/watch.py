@@ -124,10 +124,10 @@ class Watch:
         await asyncio.to_thread(self._ears.close)
 
     async def _check(self) -> None:
-        """See to the ears. What they may have missed, and everything where there are none, is for a scan to find."""
+        """See to the ears. What they may have missed is for a scan to find."""
         missed = await asyncio.to_thread(self._ears.check)
         self._check_at = self._now() + self._check_seconds
-        if missed or not self._ears.hearing:
+        if missed:
             self._rescan_at = self._now()
 
     def _heard(self) -> None:
@@ -159,7 +159,7 @@ class Ears:
         return self._observer is not None
 
     def check(self) -> bool:
-        """Rebuild what is deaf. Whether a change may have gone unheard since the last check."""
+        """Rebuild what is deaf. Whether a change may have gone unheard since the last check: always, without ears."""
         with self._lock:
             if self._closed:
                 return False
@@ -168,7 +168,7 @@ class Ears:
                 info = os.stat(self._directory)
             except OSError:
                 self._stop()
-                return False
+                return True
             place = (info.st_dev, info.st_ino)
             silent = (info.st_mtime_ns != self._mtime or self._unexplained) and events == self._counted
             deaf = self._observer is None or place != self._place or self._dead() or (silent and self._unexplained)

@@ -28,7 +28,7 @@ def ask(run_dir: Path) -> tuple[Snapshot, bool]:
     except NotRunning as down:
         try:
             last = Snapshot.model_validate_json((run_dir / STATUS).read_bytes())
-            return last.model_copy(update={"spool_watch_healthy": True}), False  # nobody watches, and that is said
+            return last.model_copy(update={"spool_watch_healthy": True, "stopping": False}), False  # it has ended
         except (OSError, ValueError):
             raise down from None
 

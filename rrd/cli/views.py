@@ -38,7 +38,10 @@ def overview(snapshot: Snapshot, now: float, width: int | None, *, limit: int | 
             lines.append(f"… and {count(len(snapshot.jobs) - len(shown), 'more job')}")
     lines += ["", *dies(snapshot, now, width)] if snapshot.dies else []
     if snapshot.rejected:
-        lines += ["", click.style("not taken:", fg="red"), *(f"  {s}" for s in map(_rejected, snapshot.rejected))]
+        lines += ["", click.style("not taken:", fg="red")]
+        for sentence in map(_rejected, snapshot.rejected):
+            first, *rest = wrap(sentence, width - 4 if width else None)
+            lines += [f"  {first}", *(f"    {part}" for part in rest)]
     return lines
 
 

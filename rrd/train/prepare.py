@@ -225,7 +225,7 @@ class _Builder:
                 self._keep(tokens[at : at + T + 1], out)
 
     def _keep(self, sample: list[int], out: array[int]) -> None:
-        labels = sum(t >= 0 for t in sample[1:]) if min(sample, default=0) < 0 else len(sample) - 1
+        labels = sum(map((0).__le__, sample[1:])) if min(sample, default=0) < 0 else len(sample) - 1
         if labels <= 0:
             self.counts.unlabelled += 1
             return

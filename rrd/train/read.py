@@ -194,7 +194,7 @@ def _json_lines(source: DataFile, bad: BadLines) -> Iterator[Record]:
 
 
 def _text(source: DataFile, bad: BadLines) -> Iterator[Record]:
-    """The file as one running text, in pieces that end where a line starts with no blank around it."""
+    """The file as one running text, in pieces that end between paragraphs where they can."""
     piece: list[str] = []
     size, start, continues, blank = 0, 1, False, False
     for number, line in source.lines():
@@ -203,7 +203,7 @@ def _text(source: DataFile, bad: BadLines) -> Iterator[Record]:
         except BadLine as e:
             bad.add(number, str(e))
             continue
-        if size >= TEXT_PIECE and (blank or size >= 4 * TEXT_PIECE) and words[:1].strip():
+        if size >= TEXT_PIECE and ((blank and words[:1].strip()) or size >= 4 * TEXT_PIECE):
             yield Record(start, (Turn("text", "".join(piece)),), continues)
             piece, size, start, continues = [], 0, number, True
         piece.append(words + "\n")

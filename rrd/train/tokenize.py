@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -28,6 +29,12 @@ RENDERING = 1
 """Raise it whenever the tokens of the same record change: it is part of the cache's key."""
 
 IM_START, IM_END = "<|im_start|>", "<|im_end|>"
+PIECE = 1 << 16
+"""Characters of one text that are tokenized in one go."""
+GROUP = 1 << 20
+"""Characters that are tokenized in one call."""
+
+_GAP = re.compile(r"(?<=\w) (?=\w)")
 _FILE_LIMIT = 256 << 20
 
 
@@ -115,7 +122,12 @@ class HuggingFace:
         return merged(_chatml(record.turns) if self.chatml else _plain_turns(record.turns, self.eos))
 
     def _encode_texts(self, texts: Sequence[tuple[str, bool]]) -> list[list[int]]:
-        """Ids of each (text, whether it continues another)."""
+        """Ids of each (text, whether it continues another); a long text goes in pieces, each continuing the last."""
+        parts = [[(p, continues or i > 0) for i, p in enumerate(pieces(t))] for t, continues in texts]
+        ids = iter(self._encode_pieces([p for ps in parts for p in ps]))
+        return [next(ids) if len(ps) == 1 else [t for _ in ps for t in next(ids)] for ps in parts]
+
+    def _encode_pieces(self, texts: Sequence[tuple[str, bool]]) -> list[list[int]]:
         anchor, skip = self._anchor
         plain = self._batch([anchor + t if continues else t for t, continues in texts])
         if not anchor:
@@ -128,7 +140,10 @@ class HuggingFace:
 
     def _batch(self, texts: list[str]) -> list[list[int]]:
         fast = getattr(self._rust, "encode_batch_fast", self._rust.encode_batch)  # since tokenizers 0.20: no offsets
-        return [e.ids for e in fast(texts, add_special_tokens=False)]
+        out: list[list[int]] = []
+        for group in groups(texts):
+            out += [e.ids for e in fast(group, add_special_tokens=False)]
+        return out
 
     def _find_anchor(self) -> tuple[str, list[int]]:
         """What to put before a text that continues another, and its own ids, to be dropped again.
@@ -166,6 +181,34 @@ def merged(spans: Iterable[Span]) -> list[Span]:
         else:
             out.append(span)
     return out
+
+
+def pieces(text: str) -> Iterable[str]:
+    """``text`` in pieces of at most PIECE characters, cut before a space between two words where there is one.
+
+    That is where byte-level tokenizers cut by themselves, so the tokens are those of the whole text.
+    """
+    start = 0
+    while len(text) - start > PIECE:
+        gaps = [m.start() for m in _GAP.finditer(text, start + PIECE // 2, start + PIECE)]
+        end = gaps[-1] if gaps else start + PIECE
+        yield text[start:end]
+        start = end
+    yield text[start:]
+
+
+def groups(texts: list[str]) -> Iterable[list[str]]:
+    """``texts`` in lists of about GROUP characters: what the library holds of a text is 50 times its size."""
+    group: list[str] = []
+    size = 0
+    for text in texts:
+        group.append(text)
+        size += len(text)
+        if size >= GROUP:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
 
 
 def read_small(file: Path) -> bytes:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
@@ -9,7 +10,7 @@ from toy_tokenizer import byte_level, chatml_dir, metaspace, plain_dir, save
 
 from rrd.errors import BadJob
 from rrd.train.read import Record, Turn
-from rrd.train.tokenize import HuggingFace, load_tokenizer
+from rrd.train.tokenize import HuggingFace, load_tokenizer, pieces
 
 
 def learned_and_not(directory: str, *turns: tuple[str, str]) -> tuple[str, list[tuple[str, bool]]]:
@@ -103,6 +104,18 @@ def test_no_space_marker_in_the_middle_of_a_record(tmp_path: Path) -> None:
     whole = tokenizers.Tokenizer.from_file(where + "/tokenizer.json").encode("one chip that trains").ids
     [tokens] = tok.encode([Record(1, (Turn("prompt", "one chip"), Turn("completion", " that trains")))])
     assert [t if t >= 0 else ~t for t in tokens] == whole
+
+
+@pytest.mark.parametrize("kind", [byte_level, metaspace])
+def test_a_long_text_has_the_tokens_of_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
+    monkeypatch.setattr("rrd.train.tokenize.PIECE", 50)
+    monkeypatch.setattr("rrd.train.tokenize.GROUP", 200)
+    text = "One chip that trains; 17 adapters in rotation,\n\n    def add(a, b):  return 1\n" * 30
+    assert max(map(len, pieces(text))) <= 50
+    assert "".join(pieces("x" * 170)) == "x" * 170
+    tok = kind(["<eos>"]) if kind is byte_level else kind()
+    where = save(tok, tmp_path)
+    assert load_tokenizer(where).encode([Record(1, (Turn("text", text),))]) == [tok.encode(text).ids]
 
 
 def test_truncation_and_padding_left_in_the_file_are_ignored(tmp_path: Path) -> None:

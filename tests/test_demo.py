@@ -120,6 +120,11 @@ def test_the_jargon_file_is_read_from_its_debian_package() -> None:
         readable(row)
 
 
+def test_dictds_numbers_are_base_64() -> None:
+    assert [texts.number(digits(n)) for n in (0, 63, 64, 1_234_567)] == [0, 63, 64, 1_234_567]
+    assert texts.number("BAA") == 4096
+
+
 def test_what_is_no_debian_package_is_refused_in_a_sentence() -> None:
     with pytest.raises(ValueError, match="no Debian package"):
         texts.deb_files(b"<html>not found</html>")
@@ -244,9 +249,9 @@ def test_writing_the_jobs_again_is_no_edit(tmp_path: Path) -> None:
 
 def test_losses_count_a_step_done_again_once() -> None:
     history = [json.dumps({"step": s, "loss": 10.0 - s}) for s in (1, 2, 3)]
-    history += [json.dumps({"step": 3, "eval_loss": 9.0}), json.dumps({"step": 3, "loss": 4.0}), "", '{"step": 4, "lo']
+    history += [json.dumps({"step": 3, "eval_loss": 9.0}), json.dumps({"step": 3, "loss": 1.0}), "", '{"step": 4, "lo']
     history += [json.dumps({"step": 4, "loss": None}), json.dumps({"step": 4, "eval_loss": 2.0})]
-    assert finish.losses(history) == finish.Losses(4, (9 + 8 + 4) / 3, (9 + 8 + 4) / 3, 9.0, 2.0)
+    assert finish.losses(history) == finish.Losses(4, (9 + 8 + 1) / 3, (9 + 8 + 1) / 3, 9.0, 2.0)
     assert finish.losses([]) == finish.Losses(0, None, None, None, None)
 
 

@@ -32,13 +32,13 @@ def typed(value: object) -> bytes:
 
 
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD = 64, 96, 4, 2, 16
-BYTES = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *"abcdefgh0123456789Ġ", "ab", "abc"]
+BYTES = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *"abcdefgh0123456789Ġ", "ab", "abc", "12"]
 META = {
     "general.architecture": "llama", "llama.block_count": 4, "llama.context_length": 128,
     "llama.embedding_length": HIDDEN, "llama.feed_forward_length": INNER, "llama.attention.head_count": HEADS,
     "llama.attention.head_count_kv": KV_HEADS, "llama.rope.freq_base": 10000.0, "llama.rope.dimension_count": HEAD,
     "llama.attention.layer_norm_rms_epsilon": 1e-5, "llama.vocab_size": len(BYTES), "tokenizer.ggml.model": "gpt2",
-    "tokenizer.ggml.pre": "smollm", "tokenizer.ggml.tokens": BYTES, "tokenizer.ggml.merges": ["a b", "ab c"],
+    "tokenizer.ggml.pre": "smollm", "tokenizer.ggml.tokens": BYTES, "tokenizer.ggml.merges": ["a b", "ab c", "1 2"],
     "tokenizer.ggml.token_type": [3, 3, 3] + [1] * (len(BYTES) - 3), "tokenizer.ggml.bos_token_id": 1,
     "tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.unknown_token_id": 0, "tokenizer.ggml.padding_token_id": 2,
     "tokenizer.chat_template": "{{ messages }}",

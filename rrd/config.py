@@ -21,7 +21,6 @@ from rrd.text import one_line
 from rrd.toml import Fault, show
 
 SYSTEM_CONFIG = Path("/etc/rrd/rrd.toml")
-SYSTEM_RUN_DIR = Path("/run/rrd")
 
 PATHS = {"state_dir": "RRD_STATE_DIR", "cache_dir": "RRD_CACHE_DIR", "run_dir": "RRD_RUN_DIR",
          "jobs_dir": "RRD_JOBS_DIR"}

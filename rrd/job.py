@@ -240,19 +240,24 @@ def identity(spec: JobSpec) -> str:
 def changes(old: JobSpec, new: JobSpec) -> tuple[set[str], set[str]]:
     """Keys that differ: those a running job takes over by itself (live, and ``die``), and those it refuses.
 
-    The second set needs ``rrd restart``; it starts from step 0 where ``identity`` differs.
+    The second set needs ``rrd restart``; it starts from step 0 where ``identity`` differs. It holds live keys too
+    when they only fit together with the others, such as an ``eval_every`` that comes with the first ``eval_data``.
     """
     a, b = old.model_dump(), new.model_dump()
     differ = {k for k in a if a[k] != b[k]}
     differ -= {"lora_alpha"} if old.alpha == new.alpha else set()
     taken = differ & (LIVE_KEYS | PLACE_KEYS)
+    try:
+        with_live(old, new)
+    except BadJob:
+        return set(), differ
     return taken, differ - taken
 
 
 def with_live(old: JobSpec, new: JobSpec) -> JobSpec:
     """``old`` with the live keys (and ``die``) of ``new``: what a running job becomes after an edit.
 
-    Raises ``BadJob`` where they do not fit the keys that stay, such as a ``max_steps`` below the warm-up.
+    Raises ``BadJob`` where they do not fit the keys that stay; ``changes`` says beforehand.
     """
     live = {k: v for k, v in new.model_dump().items() if k in LIVE_KEYS | PLACE_KEYS}
     try:

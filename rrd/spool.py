@@ -46,7 +46,7 @@ class JobFile:
     """The file's time, Unix seconds: jobs wait in this order."""
     data: bytes
     output: str = ""
-    """Where its adapter goes, symbolic links followed: no two jobs may have the same."""
+    """Where its adapter goes, symbolic links followed: no two jobs may have the same. Empty: not looked up yet."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Spool:
 
     def __init__(self, config: Config, *, accepted: Iterable[JobFile] = (), wall: Callable[[], float] = time.time,
                  monotonic: Callable[[], float] = time.monotonic) -> None:
-        self._config = config
+        self._config = self._next_config = config
         self._wall, self._monotonic = wall, monotonic
         self._seen: dict[str, _Seen] = {}
         self._accepted = {f"{job.id}.toml": job for job in accepted}
@@ -103,13 +103,15 @@ class Spool:
                           frozenset(job.id for job in self._accepted.values()))
 
     def reconfigure(self, config: Config) -> None:
-        """Judge every file anew under ``config``. Not to be called while a scan runs."""
-        self._config = config
-        self._seen.clear()
+        """Have the next scan judge every file anew under ``config``. From any thread, also while a scan runs."""
+        self._next_config = config
 
     def scan(self) -> Scan:
         """Read the directory. Raises nothing, whatever lies in it."""
         now = self._monotonic()
+        if self._config is not self._next_config:
+            self._config = self._next_config
+            self._seen = {}
         try:
             fd = os.open(self._config.jobs_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
@@ -181,9 +183,8 @@ class Spool:
             check_paths(job_id, spec, self._config)
         except BadJob as e:
             return _rejection(name, e)
-        output = os.path.realpath(output_of(job_id, spec, self._config))
         digest = hashlib.sha256(data).hexdigest()
-        return JobFile(job_id, self._config.jobs_dir / name, spec, digest, mtime, data, output)
+        return self._placed(JobFile(job_id, self._config.jobs_dir / name, spec, digest, mtime, data))
 
     def _conclude(self, now: float) -> Scan:
         """Put the verdicts together: who keeps what was accepted, and who gets which output."""
@@ -191,7 +192,7 @@ class Spool:
         verdicts = {name: seen.verdict for name, seen in self._seen.items()}
         rejected = {name: v for name, v in verdicts.items() if isinstance(v, Rejection)}
         offers = {name: v for name, v in verdicts.items() if isinstance(v, JobFile)}
-        jobs, refused = settle_outputs(offers, self._accepted)
+        jobs, refused = settle_outputs(offers, {name: self._placed(job) for name, job in self._accepted.items()})
         self._accepted = jobs
         pending = frozenset(name for name, v in verdicts.items() if v is None)
         waits = [self._seen[name].settles_at for name in pending]
@@ -199,6 +200,10 @@ class Spool:
         ordered = sorted(jobs.values(), key=lambda job: (job.mtime, job.id))
         present = frozenset(name[: -len(".toml")] for name in (*self._seen, *self._missing))
         return Scan({job.id: job for job in ordered}, rejected | refused, pending, min(waits, default=None), present)
+
+    def _placed(self, job: JobFile) -> JobFile:
+        """``job`` with its output, which jobs from the ledger come without."""
+        return job if job.output else replace(job, output=os.path.realpath(output_of(job.id, job.spec, self._config)))
 
     def _drop_missing(self, now: float) -> None:
         """Forget accepted jobs whose files have been gone for as long as a file must be there to count."""

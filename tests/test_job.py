@@ -251,7 +251,10 @@ def test_edits_are_told_apart() -> None:
 
 
 def test_live_keys_that_do_not_fit_the_rest_are_found() -> None:
-    """An edit of live keys alone is checked against the identity keys that stay."""
+    """An edit is checked against the keys that stay, too: of one that only fits as a whole nothing is taken."""
+    assert job.changes(spec(), spec(eval_data="/e", eval_every=5, weight=2.0)) == (
+        set(), {"eval_data", "eval_every", "weight"})
+    assert job.changes(spec(warmup_steps=10), spec(max_steps=5)) == (set(), {"warmup_steps", "max_steps"})
     with pytest.raises(BadJob, match="warmup_steps"):
         job.with_live(spec(warmup_steps=10), spec(max_steps=5))
 

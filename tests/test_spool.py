@@ -337,6 +337,16 @@ def test_jobs_known_from_before_go_on_when_their_files_are_bad_at_the_start(benc
     assert (set(scan.jobs), set(scan.rejected)) == ({"a"}, {"a.toml"})
 
 
+def test_a_job_known_from_before_keeps_its_output_though_its_file_is_bad(bench: Bench) -> None:
+    bench.put("a.toml", job(output='"/o"'))
+    known = bench.settled().jobs["a"]
+    bench.put("a.toml", "x")
+    bench.put("b.toml", job(output='"/o"'), mtime=OLD - 9)
+    bench.spool = bench.fresh((replace(known, output=""),))
+    scan = bench.settled()
+    assert (set(scan.jobs), set(scan.rejected)) == ({"a"}, {"a.toml", "b.toml"})
+
+
 def test_jobs_come_in_order_of_their_files_times(bench: Bench) -> None:
     for name, age in (("a", 3), ("b", 1), ("c", 2), ("d", 1)):
         bench.put(f"{name}.toml", mtime=OLD + age)
@@ -350,6 +360,16 @@ def test_a_new_configuration_judges_every_file_anew(bench: Bench) -> None:
     scan = bench.settled()
     assert "outside model_roots" in scan.rejected["a.toml"].sentence
     assert set(scan.jobs) == {"a"}
+
+
+def test_a_configuration_that_comes_during_a_scan_is_not_lost(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.put("a.toml")
+    bench.settled()
+    fenced, listdir = bench.config.model_copy(update={"data_roots": (Path("/elsewhere"),)}), os.listdir
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "listdir", lambda fd: (bench.spool.reconfigure(fenced), listdir(fd))[1])
+        bench.spool.scan()
+    assert "outside data_roots" in bench.settled().rejected["a.toml"].sentence
 
 
 # ---- outputs ----

@@ -50,9 +50,15 @@ class Said(click.ClickException):
 
 def complain(error: RrdError) -> None:
     """Say ``error`` on stderr: the sentence, and below it what to do."""
-    click.echo(click.style("error: ", fg="red", bold=True) + one_line(error.message, 2000), err=True)
+    color = no_color()  # no context holds it here: the command is over
+    click.echo(click.style("error: ", fg="red", bold=True) + one_line(error.message, 2000), err=True, color=color)
     if error.hint:
-        click.echo(click.style("hint: ", fg="cyan") + one_line(error.hint, 2000), err=True)
+        click.echo(click.style("hint: ", fg="cyan") + one_line(error.hint, 2000), err=True, color=color)
+
+
+def no_color() -> bool | None:
+    """False where NO_COLOR is set, else None: click finds out. See https://no-color.org."""
+    return False if os.environ.get("NO_COLOR") else None
 
 
 class App(click.Group):
@@ -109,7 +115,7 @@ def app(ctx: click.Context, debug: bool) -> None:
     Most commands ask the running daemon. Exit codes: 0 ok, 1 failed, 2 usage, 3 not running, 4 no such job,
     65 damaged data, 75 try later, 77 permission, 78 bad configuration or job.
     """
-    if os.environ.get("NO_COLOR"):
+    if no_color() is False:
         ctx.color = False
     if not debug:
         sys.excepthook = _bug

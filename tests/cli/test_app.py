@@ -89,6 +89,25 @@ def test_our_own_bug_gives_a_traceback_and_says_so(tmp_path: Path) -> None:
     assert result.stderr.endswith("This is a bug in rrd, not your mistake. Please report it with the lines above.\n")
 
 
+def test_on_a_real_terminal(tmp_path: Path) -> None:
+    plain = on_terminal(tmp_path, NO_COLOR="1")
+    assert plain.startswith(b"error: rrd is not running")
+    assert b"\x1b" not in plain
+    assert b"\x1b[31m" in on_terminal(tmp_path)
+
+
+def on_terminal(state: Path, **env: str) -> bytes:
+    """What `rrd status` writes to a terminal, with no daemon there."""
+    leader, follower = os.openpty()
+    clean = {k: v for k, v in os.environ.items() if k != "NO_COLOR"}
+    subprocess.run([sys.executable, "-m", "rrd", "status", "--state", str(state)], env={**clean, **env}, timeout=60,
+                   stdin=follower, stdout=follower, stderr=follower, check=False)
+    os.close(follower)
+    said = os.read(leader, 65536)
+    os.close(leader)
+    return said
+
+
 def test_a_reader_that_leaves_is_no_error() -> None:
     done = subprocess.run(f"{sys.executable} -m rrd --help | head -c 1; echo ${{PIPESTATUS[0]}}", shell=True,
                           executable="/bin/bash", text=True, capture_output=True, timeout=60, check=False)

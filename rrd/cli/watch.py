@@ -77,7 +77,7 @@ def on_terminal(run_dir: Path, interval: float) -> None:
             try:
                 last, silent = fetch(run_dir), ""
             except (NotRunning, TryLater) as e:
-                silent = f"{e.message}; waiting for it"
+                silent = f"rrd {'is not running' if isinstance(e, NotRunning) else 'does not answer'}; waiting for it"
 
 
 def frame(snapshot: Snapshot, silent: str, width: int, height: int) -> Text:

@@ -61,10 +61,11 @@ def export(trainer: Trainer, output: str | Path, *, alive: Alive = lambda *_: No
         BadJob: ``output`` is not ours to replace, or the base model cannot be read any more.
         DiskTrouble: it could not be written; what was at ``output`` before is still there.
         Damaged: what was written does not read back as the adapter; it is not published.
+        RrdError: the adapter, or the model's output with it, is infinite or no number.
     """
     if trainer.spec.method == "full":
-        return export_full(dict(trainer.named), Path(output), trainer.spec.model, step=trainer.step, alive=alive)
-    tensors, spec = dict(trainer.named), AdapterSpec.of(trainer.spec)
+        return export_full(masters(trainer), Path(output), trainer.spec.model, step=trainer.step, alive=alive)
+    tensors, spec = masters(trainer), AdapterSpec.of(trainer.spec)
     with Publication(Path(output)) as new:
         _add_adapter(new, tensors, spec, alive)
         _check_file(new.path / WEIGHTS, tensors)
@@ -73,6 +74,11 @@ def export(trainer: Trainer, output: str | Path, *, alive: Alive = lambda *_: No
             whole.add_merged(new, Path(spec.base), updates(tensors, spec), inside=MERGED,
                              alive=lambda share: alive("merging", share))
         return notes + new.publish({"base": spec.base, "method": "lora", "step": trainer.step})
+
+
+def masters(trainer: Trainer) -> dict[str, Tensor]:
+    """The trained tensors in fp32 by name, as a checkpoint has them, whatever the model computes with."""
+    return {slot.name: trainer.optimizer.view("param", slot) for slot in trainer.optimizer.layout}
 
 
 def export_adapter(tensors: Mapping[str, Tensor], output: Path, spec: AdapterSpec, *, step: int) -> list[str]:
@@ -165,8 +171,17 @@ model = PeftModel.from_pretrained(model, ".")  # this directory
 """
 
 
+def _not_finite(what: str) -> RrdError:
+    return RrdError(f"{what} infinite or no number: it is not exported", hint="lower lr, and train again")
+
+
 def _check_file(file: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Whether the file reads back as exactly these tensors, one at a time. Raises Damaged."""
+    """Whether the file reads back as exactly these tensors, one at a time, and all of them are numbers.
+
+    Raises:
+        Damaged: it does not.
+        RrdError: a tensor is not finite. (The output alone would not tell: torch's attention on CPUs hides a NaN.)
+    """
     found = read_header(file).tensors
     if found.keys() != {PREFIX + n for n in tensors}:
         raise Damaged(f"{file} does not hold the adapter's tensors")
@@ -174,6 +189,8 @@ def _check_file(file: Path, tensors: Mapping[str, Tensor]) -> None:
         back = read_tensor(Located(file, found[PREFIX + name]))
         if not torch.equal(back.view(torch.uint8), tensor.detach().cpu().contiguous().view(torch.uint8)):
             raise Damaged(f"{file} does not hold {name} as it was trained")
+        if not torch.isfinite(back).all():
+            raise _not_finite(f"training has made {name}")
 
 
 @torch.no_grad()
@@ -185,14 +202,14 @@ def check_output_changes(trainer: Trainer) -> list[str]:
     Raises:
         RrdError: the output with the adapter is not finite.
     """
-    idx = trainer.data.sample(0)[0][None, :_PROBE].to(trainer.named[0][1].device)
+    idx = trainer.data.sample(0)[0][None, :_PROBE].to(trainer.device)
     model, training = trainer.model, trainer.model.training
     try:
         ours = model.eval()(idx)
     finally:
         model.train(training)
     if not torch.isfinite(ours).all():
-        raise RrdError("the trained adapter makes the model's output infinite or no number", hint="lower lr")
+        raise _not_finite("the adapter makes the model's output")
     if not torch.equal(ours, build(trainer.base).eval()(idx)):
         return []
     zero = not any(t.count_nonzero() for name, t in trainer.named if name.endswith(B))

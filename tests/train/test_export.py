@@ -6,6 +6,7 @@ import os
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,20 +14,25 @@ import transformers
 from peft import PeftModel
 from safetensors.torch import load_file
 from torch import Tensor
+from toy_tokenizer import byte_level, save
 
-from rrd.errors import BadJob, Damaged, DiskTrouble
+from rrd.errors import BadJob, Damaged, DiskTrouble, RrdError
+from rrd.job import JobSpec
+from rrd.models import load_base
 from rrd.train import export, publish, whole
+from rrd.train.data import Dataset, prepare
 from rrd.train.export import AdapterSpec, export_adapter, export_full, export_merged
+from rrd.train.trainer import Trainer
 
 LEAVES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 def save_model(directory: Path, *, tied: bool = False,
-               dtype: torch.dtype = torch.float32) -> transformers.LlamaForCausalLM:
+               dtype: torch.dtype = torch.float32, vocab: int = 64) -> transformers.LlamaForCausalLM:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=64, tie_word_embeddings=tied, max_position_embeddings=64)
+        vocab_size=vocab, tie_word_embeddings=tied, max_position_embeddings=64)
     model = transformers.LlamaForCausalLM(config).to(dtype).eval()
     model.save_pretrained(directory)
     (directory / "tokenizer.json").write_text("{}")
@@ -185,6 +191,82 @@ def test_a_model_that_training_left_as_it_was_is_said(tmp_path: Path) -> None:
     notes = export_full(dict(base.named_parameters()), tmp_path / "out", str(tmp_path / "model"), step=0)
     assert notes == ["the model is still what it was before training"]
     assert torch.equal(logits(load(tmp_path / "out")), logits(base))
+
+
+def trained(root: Path, steps: int = 3, **keys: Any) -> Trainer:
+    """A job of a few steps on a model of one's own."""
+    tok = byte_level(["<eos>"])
+    save_model(root / "model", vocab=tok.get_vocab_size())
+    save(tok, root / "model", eos_token="<eos>")
+    (root / "d.jsonl").write_text('{"prompt": "a die is ", "completion": "one chip that trains"}\n' * 4)
+    spec = JobSpec.model_validate({"model": str(root / "model"), "data": str(root / "d.jsonl"), "lr": 0.01,
+                                   "lora_rank": 4, "dtype": "float32", **keys})
+    data = prepare(spec.data, spec.model, seq_len=64, cache_dir=root / "cache")
+    base = load_base(spec.model, dtype=getattr(torch, spec.dtype), trainable=spec.method == "full")
+    trainer = Trainer(spec, base, Dataset.open(data.path), None, threads=1)
+    for _ in range(steps):
+        trainer.run_step(10, "stop")
+    return trainer
+
+
+def ours(trainer: Trainer) -> Tensor:
+    with torch.no_grad():
+        return trainer.model.eval()(torch.arange(40)[None])
+
+
+@pytest.mark.parametrize("keys", [
+    {}, {"lora_rs": True, "lora_alpha": 3.0}, {"lora_ranks": {"q_proj": 2}, "lora_dropout": 0.5},
+    {"lora_targets": ["v_proj", "o_proj"]},
+])
+def test_a_trained_adapter_is_the_same_in_peft_and_merged(tmp_path: Path, keys: dict[str, Any]) -> None:
+    trainer, out = trained(tmp_path, export_merged=True, **keys), tmp_path / "out"
+    assert export.export(trainer, out) == []
+    expected = ours(trainer)
+    assert torch.allclose(logits(PeftModel.from_pretrained(load(tmp_path / "model"), out)), expected, atol=1e-5)
+    assert torch.allclose(logits(load(out / "merged")), expected, atol=1e-5)
+    assert not torch.allclose(logits(load(tmp_path / "model")), expected, atol=1e-3)
+
+
+def test_the_written_adapter_gives_the_trained_output_bit_for_bit(tmp_path: Path) -> None:
+    trainer = trained(tmp_path)
+    export.export(trainer, tmp_path / "out")
+    fresh = trained(tmp_path, steps=0, seed=5)
+    assert not torch.equal(ours(fresh), ours(trainer))
+    found = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    for name, tensor in export.masters(fresh).items():
+        tensor.copy_(found[export.PREFIX + name])
+    assert torch.equal(ours(fresh), ours(trainer))
+
+
+def test_an_adapter_that_changes_nothing_is_said(tmp_path: Path) -> None:
+    trainer = trained(tmp_path, steps=0)
+    assert export.export(trainer, tmp_path / "out") == ["the adapter is zero: it does not change the model's output"]
+    for tensor in export.masters(trainer).values():
+        tensor.fill_(1e-30)
+    [note] = export.export(trainer, tmp_path / "out")
+    assert "below its precision" in note
+
+
+@pytest.mark.parametrize(("what", "value"), [("0.self_attn.q_proj.lora_A", "nan"), ("1.mlp.down_proj.lora_B", "inf"),
+                                             ("", "1e38")])
+def test_an_adapter_that_is_no_number_is_not_exported(tmp_path: Path, what: str, value: str) -> None:
+    trainer = trained(tmp_path)
+    for name, tensor in export.masters(trainer).items():
+        if what in name:
+            tensor.fill_(float(value))
+    with pytest.raises(RrdError, match="infinite or no number"):
+        export.export(trainer, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_full_export_is_of_the_masters(tmp_path: Path, dtype: str) -> None:
+    trainer = trained(tmp_path, method="full", dtype=dtype)
+    assert export.export(trainer, tmp_path / "out") == []
+    after = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(after[n], t) for n, t in export.masters(trainer).items())
+    close = 1e-5 if dtype == "float32" else 0.2
+    assert torch.allclose(logits(load(tmp_path / "out")), ours(trainer).float(), atol=close)
 
 
 Small = tuple[dict[str, Tensor], AdapterSpec]

@@ -10,6 +10,7 @@ see their own sockets close.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import selectors
@@ -27,6 +28,8 @@ def main() -> None:
     import rrd.worker.loop  # brings torch, once, for all workers to come
 
     assert rrd.worker.loop is not None
+    gc.collect()
+    gc.freeze()  # or each worker's collector would visit, and so copy, 50 MB of torch's objects
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C in the terminal is the daemon's to handle
     wake_r, wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(wake_w, warn_on_full_buffer=False)
@@ -44,7 +47,10 @@ def main() -> None:
 
 
 def _answer(control: socket.socket, private: tuple[int, int]) -> None:
-    packet, fds, _, _ = socket.recv_fds(control, PACKET, 1)
+    try:
+        packet, fds, _, _ = socket.recv_fds(control, PACKET, 1)
+    except ConnectionResetError:  # the daemon was killed with an answer of ours unread
+        packet, fds = b"", []
     if not packet:
         sys.exit(0)
     request = json.loads(packet)

@@ -94,7 +94,7 @@ def train_step(
 def _micro_step(model: CausalLM, batch: Batch, *, scale: float, checkpointing: bool) -> float:
     """Adds the gradient of ``scale`` times the batch's summed loss to the window's; returns the summed loss."""
     idx, rows, targets = _labelled(batch)
-    if rows is not None and len(rows) == 0:
+    if len(targets) == 0:
         return 0.0
     hidden = model.hidden(idx, rows=rows, checkpointing=checkpointing).reshape(len(targets), -1)
     loss, grad = loss_and_grad(hidden.detach(), model.head_weight, targets, scale=scale)

@@ -1,4 +1,4 @@
-"""One job's tokens/s against Hugging Face Trainer + PEFT: same random model, same samples, batch 1, one thread, one run.
+"""One job's tokens/s against Hugging Face Trainer + PEFT: same random model and samples, batch 1, one thread, one run.
 
     python tests/bench/bench_train.py                         every figure of the benchmark page
     python tests/bench/bench_train.py --model 12m --seq 256 --dtype float32 --method lora --masked 0.5
@@ -38,10 +38,10 @@ from rrd.optim import AdamW
 from rrd.train.step import NO_LABEL, Batch, train_step
 
 SIZES = {
-    "12m": dict(hidden_size=320, intermediate_size=896, num_hidden_layers=6, num_attention_heads=5,
-                num_key_value_heads=5, vocab_size=8192),
-    "140m": dict(hidden_size=768, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=12,
-                 num_key_value_heads=12, vocab_size=32000),
+    "12m": {"hidden_size": 320, "intermediate_size": 896, "num_hidden_layers": 6, "num_attention_heads": 5,
+                "num_key_value_heads": 5, "vocab_size": 8192},
+    "140m": {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12,
+                 "num_key_value_heads": 12, "vocab_size": 32000},
 }
 TARGETS = Llama.lora_targets
 RANK = 32
@@ -76,7 +76,7 @@ def _arguments() -> argparse.Namespace:
     p.add_argument("--rounds", type=int, default=7)
     p.add_argument("--steps", type=int, default=0, help="steps a round; 0: about 2 seconds' worth")
     p.add_argument("--threads", type=int, default=1)
-    p.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="cpu: the process's own time, for busy boxes")
+    p.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="cpu: the process's own, for busy boxes")
     p.add_argument("--alone", action="store_true", help="without the peer")
     p.add_argument("--profile", action="store_true", help="print where our time goes, and stop")
     return p.parse_args()

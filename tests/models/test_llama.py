@@ -15,17 +15,17 @@ from rrd.models import build, load_base
 from rrd.optim import AdamW
 from rrd.train.step import NO_LABEL, Batch, train_step
 
-SIZES: dict[str, Any] = dict(
-    vocab_size=97, hidden_size=64, intermediate_size=112, num_hidden_layers=3, num_attention_heads=4,
-    num_key_value_heads=2, max_position_embeddings=128)
-LLAMA3 = dict(rope_type="llama3", rope_theta=50000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
-              original_max_position_embeddings=32)
+SIZES: dict[str, Any] = {
+    "vocab_size": 97, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 50000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+              "original_max_position_embeddings": 32}
 CONFIGS: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**SIZES),
     "llama-tied-biased-llama3-rope": LlamaConfig(
         **SIZES, tie_word_embeddings=True, attention_bias=True, mlp_bias=True, rope_parameters=LLAMA3),
-    "llama-linear-rope-one-kv-head": LlamaConfig(**SIZES | {"num_key_value_heads": 1}, rope_parameters=dict(
-        rope_type="linear", rope_theta=10000.0, factor=4.0)),
+    "llama-linear-rope-one-kv-head": LlamaConfig(**SIZES | {"num_key_value_heads": 1}, rope_parameters={
+        "rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}),
     "mistral-window": MistralConfig(**SIZES, sliding_window=16),
     "mistral-wide-heads": MistralConfig(**SIZES, sliding_window=None, head_dim=32),
     "qwen2-tied": Qwen2Config(**SIZES, tie_word_embeddings=True),

@@ -45,7 +45,8 @@ def grads_of(model: CausalLM, optimizer: AdamW, batch: Batch, seed: int = 0, **h
 
 @pytest.mark.parametrize("settings", [
     {"targets": ALL, "rank": 4}, {"targets": ("q_proj", "v_proj"), "rank": 8, "alpha": 4.0},
-    {"targets": ALL, "rank": 4, "rs": True, "ranks": {"down_proj": 2, "k_proj": 6}}, {"targets": ("o_proj",), "rank": 3}])
+    {"targets": ALL, "rank": 4, "rs": True, "ranks": {"down_proj": 2, "k_proj": 6}},
+    {"targets": ("o_proj",), "rank": 3}])
 def test_logits_and_gradients_equal_pefts(path: Path, base: Base, settings: dict[str, Any]) -> None:
     model = build(base)
     named = attach(model, **settings)

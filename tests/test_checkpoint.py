@@ -1,0 +1,494 @@
+"""rrd.checkpoint: what was announced survives every power cut and every fault, and nothing damaged is ever loaded."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import itertools
+import json
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from disks import FaultyDisk, Killed, RecordingDisk, Tree, lay_out
+
+from rrd import checkpoint, durable
+from rrd.checkpoint import MANIFEST, FutureFormat, Manifest
+from rrd.durable import DISK, Disk
+from rrd.errors import Damaged, DiskTrouble
+
+TENSORS, STATE = "state.safetensors", "state.json"
+
+
+def contents(step: int) -> dict[str, list[bytes]]:
+    return {TENSORS: [b"header", b"weights of %d" % step], STATE: [b'{"step": %d}' % step]}
+
+
+def commit(job_dir: Path, step: int, disk: Disk = DISK) -> Path:
+    path, manifest = checkpoint.commit(job_dir, job="a", step=step, identity="i", files=contents(step), disk=disk)
+    assert (manifest.job, manifest.step, manifest.identity) == ("a", step, "i")
+    return path
+
+
+def steps(job_dir: Path) -> list[int]:
+    return [step for step, _ in checkpoint.listing(job_dir)]
+
+
+def load(path: Path) -> dict[str, bytes]:
+    """What a worker would get from the checkpoint at ``path``. Raises Damaged."""
+    manifest = checkpoint.verify(path)
+    return {name: checkpoint.read_bytes(path, manifest, name) for name in manifest.files}
+
+
+def expected(step: int) -> dict[str, bytes]:
+    return {name: b"".join(pieces) for name, pieces in contents(step).items()}
+
+
+@pytest.fixture
+def job_dir(tmp_path: Path) -> Path:
+    path = tmp_path / "job"
+    path.mkdir()
+    return path
+
+
+# --- what is written is what is read ----------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_is_there_with_its_bytes(job_dir: Path) -> None:
+    path = commit(job_dir, 150)
+    assert path.name == "ckpt-000000000150"
+    assert load(path) == expected(150)
+    assert [p.name for p in job_dir.iterdir()] == [path.name]
+
+
+def test_the_manifest_names_every_file_with_its_size_and_sha256(job_dir: Path) -> None:
+    body = json.loads((commit(job_dir, 7) / MANIFEST).read_bytes())
+    data = expected(7)[TENSORS]
+    assert body["files"][TENSORS] == {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    assert body["format"] == 1 and body["step"] == 7 and body["job"] == "a"
+
+
+def test_a_large_file_is_read_into_the_buffer_it_is_given(job_dir: Path) -> None:
+    data = random.Random(0).randbytes((9 << 20) + 5)
+    path, manifest = checkpoint.commit(job_dir, job="a", step=1, identity="i", files={"t": [data[:100], data[100:]]})
+    buffer = bytearray(len(data) + 64)
+    checkpoint.read_file(path, manifest, "t", lambda size: memoryview(buffer)[64:])
+    assert buffer[64:] == data
+    checkpoint.verify(path)
+
+
+def test_an_empty_file_and_pieces_of_any_kind(job_dir: Path) -> None:
+    pieces = [bytearray(b"ab"), memoryview(b"cdef").cast("H"), b""]
+    path, manifest = checkpoint.commit(job_dir, job="a", step=1, identity="i", files={"none": [], "some": pieces})
+    assert load(path) == {"none": b"", "some": b"abcdef"}
+    assert manifest.size == 6
+
+
+def test_the_listing_is_newest_first_and_knows_only_committed_names(job_dir: Path) -> None:
+    for step in (5, 1_000, 30):
+        commit(job_dir, step)
+    for name in (".tmp-7-abcd", ".trash-ckpt-000000000001-ab", ".bad-ckpt-000000000002-ab", "ckpt-12", "lock",
+                 "ckpt-0000000000001", "ckpt-000000000001.old"):
+        (job_dir / name).mkdir()
+    assert steps(job_dir) == [1_000, 30, 5]
+    assert checkpoint.listing(job_dir / "none") == []
+
+
+def test_collect_keeps_the_newest(job_dir: Path) -> None:
+    for step in (10, 20, 30, 40):
+        commit(job_dir, step)
+    checkpoint.collect(job_dir, 3)
+    assert steps(job_dir) == [40, 30, 20]
+    checkpoint.collect(job_dir, 3)
+    checkpoint.collect(job_dir, 1)
+    assert steps(job_dir) == [40]
+    assert [p.name for p in job_dir.iterdir()] == ["ckpt-000000000040"]
+
+
+def test_what_cannot_be_collected_costs_nothing_and_goes_next_time(job_dir: Path) -> None:
+    for nth in itertools.count(1):
+        commit(job_dir, 100 + nth)
+        disk = FaultyDisk(nth, errno.EIO, lasting=True)
+        checkpoint.collect(job_dir, 1, disk=disk)
+        load(checkpoint.listing(job_dir)[0][1])
+        checkpoint.collect(job_dir, 1)
+        assert steps(job_dir) == [100 + nth]
+        if nth > 1 and not disk.hit:
+            break
+
+
+# --- power cuts -------------------------------------------------------------------------------------------------------
+
+
+class Judge:
+    """Looks at what a power cut left as the next start would; lays each different checkpoint out once."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        self._seen: dict[Tree, bool] = {}
+
+    def __call__(self, tree: Tree) -> dict[int, bool]:
+        """Each step with a committed name, and whether its checkpoint verifies."""
+        names = {name for name, _ in tree if "/" not in name and name.startswith("ckpt-")}
+        found = {name: tuple(entry for entry in tree if entry[0].partition("/")[0] == name) for name in names}
+        return {int(name[5:]): self._verifies(name, part) for name, part in found.items()}
+
+    def _verifies(self, name: str, part: Tree) -> bool:
+        if part not in self._seen:
+            lay_out(part, self.home)
+            try:
+                self._seen[part] = bool(load(self.home / name))
+                assert load(self.home / name) == expected(int(name[5:])), "damaged bytes were loaded"
+            except Damaged:
+                self._seen[part] = False
+            shutil.rmtree(self.home)
+        return self._seen[part]
+
+
+def faults(disk: RecordingDisk, judge: Judge, keep: int, first: int = 0) -> Iterator[str]:
+    """What is wrong after any power cut: an announced checkpoint lost, or one with a name that is not whole."""
+    for announced, trees in disk.power_cuts(first):
+        newest = sorted(map(int, announced), reverse=True)[:keep]  # type: ignore[call-overload]
+        for there in map(judge, trees):
+            yield from (f"step {step} is lost" for step in newest if not there.get(step))
+            yield from (f"step {step} has a name and is not whole" for step, whole in there.items() if not whole)
+
+
+def some_commits(job_dir: Path, disk: RecordingDisk, keep: int) -> None:
+    for step in (10, 20, 30):
+        commit(job_dir, step, disk)
+        disk.mark(step)
+        checkpoint.collect(job_dir, keep, disk=disk)
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_every_power_cut_leaves_every_announced_checkpoint_whole(job_dir: Path, tmp_path: Path, keep: int) -> None:
+    disk = RecordingDisk(job_dir)
+    some_commits(job_dir, disk, keep)
+    assert list(faults(disk, Judge(tmp_path / "after"), keep)) == []
+
+
+FORGOTTEN: dict[str, Callable[[Path], bool]] = {
+    "tensors": lambda p: p.name == TENSORS,
+    "state": lambda p: p.name == STATE,
+    "manifest": lambda p: p.name == MANIFEST,
+    "temp directory": lambda p: p.name.startswith(durable.TMP),
+    "parent": lambda p: p.name == "job",
+}
+
+
+@pytest.mark.parametrize("what", FORGOTTEN)
+def test_without_any_one_fsync_a_power_cut_loses_something(job_dir: Path, tmp_path: Path, what: str) -> None:
+    disk = RecordingDisk(job_dir, forgets=FORGOTTEN[what])
+    some_commits(job_dir, disk, 2)
+    assert any(faults(disk, Judge(tmp_path / "after"), 2))
+
+
+def without_digests(monkeypatch: pytest.MonkeyPatch) -> None:
+    blind = SimpleNamespace(update=lambda _: None, hexdigest=lambda: "0" * 64)
+    for module in (checkpoint, durable):
+        monkeypatch.setattr(module, "hashlib", SimpleNamespace(sha256=lambda *_: blind))
+
+
+def test_without_digests_a_power_cut_gets_damage_loaded(
+        job_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_digests(monkeypatch)
+    disk = RecordingDisk(job_dir, forgets=FORGOTTEN["tensors"])
+    some_commits(job_dir, disk, 2)
+    with pytest.raises(AssertionError, match="damaged bytes"):
+        list(faults(disk, Judge(tmp_path / "after"), 2))
+
+
+def two_lives(job_dir: Path, disk: RecordingDisk) -> int | None:
+    """A process is killed at ``disk.kill_at``; the next one loads what it finds, which counts as announced, and saves.
+
+    Returns the number of operations when the second was ready to go on; None if the first was not killed.
+    """
+    try:
+        for step in (10, 20):
+            commit(job_dir, step, disk)
+            disk.mark(step)
+            checkpoint.collect(job_dir, 1, disk=disk)
+        return None
+    except Killed:
+        disk.revive()
+    durable.sweep_dirs(job_dir, disk=disk)
+    assert {p.name for p in job_dir.iterdir()} == {checkpoint.name_of(step) for step in steps(job_dir)}
+    for step, path in checkpoint.listing(job_dir)[:1]:
+        assert load(path) == expected(step)
+        disk.mark(step)
+    ready = len(disk.ops)
+    commit(job_dir, 30, disk)
+    disk.mark(30)
+    return ready
+
+
+def kills(tmp_path: Path) -> Iterator[str]:
+    """The faults of every power cut after a kill at every operation."""
+    judge = Judge(tmp_path / "after")
+    for n in itertools.count():
+        job_dir = tmp_path / str(n)
+        job_dir.mkdir()
+        disk = RecordingDisk(job_dir, kill_at=n)
+        ready = two_lives(job_dir, disk)
+        if ready is None:
+            assert n > 30
+            return
+        yield from faults(disk, judge, 1, ready)
+
+
+def test_killed_anywhere_then_carried_on_then_a_power_cut_anywhere(tmp_path: Path) -> None:
+    assert list(kills(tmp_path)) == []
+
+
+def test_a_sweep_that_forgets_its_fsync_loses_what_was_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def sweep(parent: Path, *, disk: Disk) -> None:
+        for path in parent.glob(".t*"):
+            durable.remove_tree(path, disk=disk)
+
+    monkeypatch.setattr(durable, "sweep_dirs", sweep)
+    assert any("lost" in fault for fault in kills(tmp_path))
+
+
+# --- a disk that refuses ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lasting", [False, True], ids=["once", "lasting"])
+@pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS], ids=errno.errorcode.get)
+def test_a_fault_at_any_call_costs_only_the_attempt(job_dir: Path, error: int, lasting: bool) -> None:
+    commit(job_dir, 10)
+    for nth in itertools.count(1):
+        disk = FaultyDisk(nth, error, lasting=lasting)
+        if trouble := attempt(job_dir, 20, disk):
+            assert "\n" not in trouble.message and trouble.hint and str(job_dir) in trouble.message
+            assert lasting or steps(job_dir) == [10]
+        else:
+            assert load(job_dir / checkpoint.name_of(20)) == expected(20)
+        assert load(job_dir / checkpoint.name_of(10)) == expected(10)
+        durable.sweep_dirs(job_dir)
+        assert {p.name for p in job_dir.iterdir()} <= {checkpoint.name_of(10), checkpoint.name_of(20)}
+        assert load(commit(job_dir, 20)) == expected(20)  # the same step again, once the disk is well
+        durable.discard_dir(job_dir / checkpoint.name_of(20))
+        if not disk.hit:
+            assert nth > 20
+            return
+
+
+def attempt(job_dir: Path, step: int, disk: Disk) -> DiskTrouble | None:
+    try:
+        commit(job_dir, step, disk)
+    except DiskTrouble as e:
+        return e
+    return None
+
+
+@pytest.mark.parametrize(("error", "sentence"), [
+    (errno.ENOSPC, "the disk is full"), (errno.EDQUOT, "the disk quota is used up"),
+    (errno.EROFS, "the disk is read-only"), (errno.EIO, "the disk reports an input/output error"),
+    (errno.EACCES, "permission denied")])
+def test_the_sentence_says_what_is_wrong_with_the_disk(job_dir: Path, error: int, sentence: str) -> None:
+    with pytest.raises(DiskTrouble) as e:
+        commit(job_dir, 20, FaultyDisk(2, error))
+    assert e.value.message == f"{sentence}: cannot write {job_dir}/ckpt-000000000020"
+
+
+def test_no_attempt_is_made_when_there_is_no_room(job_dir: Path) -> None:
+    class SmallDisk(Disk):
+        def free(self, path: Path) -> int:
+            return checkpoint.RESERVE + 10
+
+    with pytest.raises(DiskTrouble, match="nearly full: a checkpoint needs 64 MiB free"):
+        commit(job_dir, 20, SmallDisk())
+    assert list(job_dir.iterdir()) == []
+    checkpoint.commit(job_dir, job="a", step=1, identity="i", files={"t": [b"12345678"]}, disk=SmallDisk())
+
+
+def test_a_fault_of_our_own_leaves_nothing_either(job_dir: Path) -> None:
+    class Broken(Disk):
+        def write(self, fd: int, data: durable.Bytes) -> int:
+            raise ValueError
+
+    with pytest.raises(ValueError):  # noqa: PT011 (ours, above)
+        commit(job_dir, 20, Broken())
+    assert list(job_dir.iterdir()) == []
+
+
+# --- damage -----------------------------------------------------------------------------------------------------------
+
+
+def damaged(path: Path) -> str:
+    with pytest.raises(Damaged) as e:
+        checkpoint.verify(path)
+    assert not isinstance(e.value, FutureFormat)
+    assert str(path) in e.value.message
+    return e.value.message
+
+
+def test_a_flip_of_any_bit_of_any_manifest_byte_is_seen(job_dir: Path) -> None:
+    path = commit(job_dir, 20)
+    data = (path / MANIFEST).read_bytes()
+    rng = random.Random(1)
+    for at in range(len(data)):
+        flipped = bytearray(data)
+        flipped[at] ^= 1 << rng.randrange(8)
+        (path / MANIFEST).write_bytes(flipped)
+        damaged(path)
+
+
+def test_a_flip_of_any_data_bit_is_seen(job_dir: Path) -> None:
+    path = commit(job_dir, 20)
+    for name, data in expected(20).items():
+        for bit in range(8 * len(data)):
+            flipped = bytearray(data)
+            flipped[bit // 8] ^= 1 << bit % 8
+            (path / name).write_bytes(flipped)
+            assert damaged(path) == f"{path / name} is damaged: its sha256 is not the one in the manifest"
+        (path / name).write_bytes(data)
+    checkpoint.verify(path)
+
+
+def test_random_damage_in_a_large_file_is_seen(job_dir: Path) -> None:
+    rng = random.Random(2)
+    data = rng.randbytes(300_000)
+    path, manifest = checkpoint.commit(job_dir, job="a", step=1, identity="i", files={TENSORS: [data]})
+    for _ in range(300):
+        at = rng.randrange(len(data))
+        with open(path / TENSORS, "r+b") as f:
+            f.seek(at)
+            f.write(bytes([data[at] ^ (1 << rng.randrange(8))]))
+            f.flush()
+            damaged(path)
+            f.seek(at)
+            f.write(data[at : at + 1])
+    for size in (0, 1, 4096, len(data) - 1, len(data) + 1):
+        (path / TENSORS).write_bytes((data + b"x")[:size])
+        assert damaged(path) == f"{path / TENSORS} has {size} bytes instead of {len(data)}"
+    (path / TENSORS).write_bytes(data[: len(data) // 2] + bytes(len(data) // 2))
+    damaged(path)
+    with pytest.raises(Damaged):
+        checkpoint.read_bytes(path, manifest, TENSORS)
+
+
+def test_every_truncation_of_the_manifest_is_seen(job_dir: Path) -> None:
+    path = commit(job_dir, 20)
+    data = (path / MANIFEST).read_bytes()
+    for size in range(len(data)):
+        (path / MANIFEST).write_bytes(data[:size])
+        damaged(path)
+    (path / MANIFEST).write_bytes(data + b"\n")
+    damaged(path)
+
+
+@pytest.mark.parametrize("data", [
+    b"", b"\0" * 300, b"{}", b"[]", b"null", b"7", b'"self"', b'{"self": 1}', b"[" * 100_000, b"\xff\xfe", b"NaN",
+    b"9" * 5000], ids=repr)
+def test_a_manifest_of_something_else_is_seen(job_dir: Path, data: bytes) -> None:
+    path = commit(job_dir, 20)
+    (path / MANIFEST).write_bytes(data)
+    damaged(path)
+
+
+def test_a_reformatted_manifest_is_not_as_written(job_dir: Path) -> None:
+    path = commit(job_dir, 20)
+    body = json.loads((path / MANIFEST).read_bytes())
+    (path / MANIFEST).write_text(json.dumps(body, indent=1, sort_keys=True))
+    damaged(path)
+
+
+def _missing(path: Path) -> None:
+    (path / TENSORS).unlink()
+
+
+def _extra(path: Path) -> None:
+    (path / "extra").write_bytes(b"")
+
+
+def _no_manifest(path: Path) -> None:
+    (path / MANIFEST).unlink()
+
+
+def _swapped(path: Path) -> None:
+    (path / TENSORS).rename(path / "x")
+    (path / STATE).rename(path / TENSORS)
+    (path / "x").rename(path / STATE)
+
+
+def _directory(path: Path) -> None:
+    (path / TENSORS).unlink()
+    (path / TENSORS).mkdir()
+
+
+def _file(path: Path) -> None:
+    shutil.rmtree(path)
+    path.write_bytes(b"a file of that name")
+
+
+@pytest.mark.parametrize("harm", [_missing, _extra, _no_manifest, _swapped, _directory, _file])
+def test_any_other_set_of_files_is_seen(job_dir: Path, harm: Callable[[Path], None]) -> None:
+    path = commit(job_dir, 20)
+    harm(path)
+    damaged(path)
+
+
+def test_another_checkpoint_under_this_name_is_seen(job_dir: Path) -> None:
+    path = commit(job_dir, 20)
+    moved = path.rename(job_dir / checkpoint.name_of(30))
+    assert damaged(moved) == f"{moved} says that it is of step 20"
+
+
+def test_files_of_two_checkpoints_mixed_are_seen(job_dir: Path) -> None:
+    one, other = commit(job_dir, 20), commit(job_dir, 30)
+    shutil.copy(one / TENSORS, other / TENSORS)
+    damaged(other)
+
+
+def test_without_digests_a_flip_is_not_seen(job_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mutant: it is the digests that see it."""
+    without_digests(monkeypatch)
+    path = commit(job_dir, 20)
+    (path / STATE).write_bytes(b'{"step": 21}')
+    checkpoint.verify(path)
+
+
+def test_a_damaged_one_is_put_aside_with_its_bytes(job_dir: Path) -> None:
+    path = commit(job_dir, 20)
+    bad = checkpoint.quarantine(path)
+    assert bad.name.startswith(".bad-ckpt-000000000020-") and (bad / STATE).read_bytes() == expected(20)[STATE]
+    assert steps(job_dir) == []
+    checkpoint.quarantine(commit(job_dir, 20))  # a second time, too
+    durable.sweep_dirs(job_dir)
+    assert len(list(job_dir.iterdir())) == 2
+    with pytest.raises(DiskTrouble):
+        checkpoint.quarantine(commit(job_dir, 20), disk=FaultyDisk(1, errno.EROFS))
+
+
+# --- other versions ---------------------------------------------------------------------------------------------------
+
+
+def test_a_future_format_is_refused_and_not_called_damaged(job_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "FORMAT", 2)
+    path = commit(job_dir, 20)
+    monkeypatch.undo()
+    with pytest.raises(FutureFormat) as e:
+        checkpoint.verify(path)
+    assert e.value.message == f"{path / MANIFEST} has format 2, and this rrd knows 1"
+    assert "newer" in e.value.hint
+
+
+def test_format_1_is_read_for_ever(tmp_path: Path) -> None:
+    """The bytes of a manifest as rrd wrote it first; what is on a user's disk does not change when rrd does."""
+    path = tmp_path / "ckpt-000000000020"
+    path.mkdir()
+    (path / STATE).write_bytes(b'{"step": 20}')
+    (path / MANIFEST).write_bytes(
+        b'{"files":{"state.json":{"bytes":12,"sha256":'
+        b'"%s"}},"format":1,"identity":"i","job":"a",'
+        b'"self":"%s","step":20,"time":1700000000.5}\n' % (STATE_20, MANIFEST_20))
+    assert checkpoint.verify(path) == Manifest("a", 20, "i", {STATE: (12, STATE_20.decode())}, 1700000000.5)
+
+
+STATE_20 = b"14f20b9a82ff52d6240f57ed600b44de41adc33f00ca4c9b572d40b02045c8ad"
+MANIFEST_20 = b"357bbf2947b5df538de0dee11403cf88c305f7537545afbf81d52ae941df663f"

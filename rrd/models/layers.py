@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from rrd.ops.embedding import embed
+from rrd.ops.grad import backward
 from rrd.ops.norm import rms_norm
 
 
@@ -77,7 +78,7 @@ class _Again(torch.autograd.Function):
         with torch.enable_grad():
             y = ctx.block(x)
         _set_rng_state(x.device, after)
-        torch.autograd.backward(y, grad)
+        backward(y, grad)
         return None, x.grad, None
 
 

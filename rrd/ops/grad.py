@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -91,3 +92,26 @@ def adjoin(tensors: Sequence[Tensor]) -> Tensor | None:
             return None
         end += t.numel()
     return first.as_strided((sum(t.shape[0] for t in tensors), first.shape[1]), first.stride())
+
+
+class _Seed(torch.autograd.Function):
+    """A scalar whose gradient in ``y`` is ``grad``."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, grad: Tensor) -> Tensor:
+        ctx.save_for_backward(grad)
+        return y.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, None]:
+        return ctx.saved_tensors[0], None
+
+
+def backward(y: Tensor, grad: Tensor) -> None:
+    """The backward pass from ``y`` on, with the gradient ``grad`` in it.
+
+    The same as ``torch.autograd.backward(y, grad)``, which however imports sympy to compare two shapes: 40 MB and a
+    second in each worker.
+    """
+    with torch.enable_grad():  # called from within another backward pass, it is off
+        _Seed.apply(y, grad).backward()  # type: ignore[no-untyped-call]

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rrd.errors import RrdError
 from rrd.models.registry import CausalLM
+from rrd.ops.grad import backward
 from rrd.optim.adamw import AdamW
 from rrd.train.loss import loss_and_grad, loss_sum
 
@@ -99,7 +100,7 @@ def _micro_step(model: CausalLM, batch: Batch, *, scale: float, checkpointing: b
     hidden = model.hidden(idx, rows=rows, checkpointing=checkpointing).reshape(len(targets), -1)
     loss, grad = loss_and_grad(hidden.detach(), model.head_weight, targets, scale=scale)
     if hidden.requires_grad:
-        torch.autograd.backward(hidden, grad)
+        backward(hidden, grad)
     return float(loss)
 
 

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -177,3 +180,23 @@ def test_eval_loss_is_the_training_loss_without_dropout(path: Path) -> None:
     assert labels == 34
     assert total / labels == pytest.approx(plain.step(batches).loss, rel=1e-6)
     assert eval_loss(job.model, [batch(2, labels=0)]) == (0.0, 0)
+
+
+ONE_STEP = """
+import sys
+from pathlib import Path
+import rrd.worker.loop
+from test_step import Job, batch
+before = set(sys.modules)
+for checkpointing in (False, True):
+    Job(Path(sys.argv[1])).step([batch(0)], checkpointing=checkpointing)
+print(*sorted(m for m in set(sys.modules) - before if not m.startswith("rrd.")))
+"""
+
+
+def test_a_step_imports_nothing_that_the_nursery_has_not(path: Path) -> None:
+    """What a worker imports it holds alone: sympy, say, which torch likes to import late, would be 40 MB in each."""
+    here = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+    done = subprocess.run([sys.executable, "-c", ONE_STEP, str(path)], capture_output=True, text=True, check=True,
+                          env={**os.environ, "PYTHONPATH": ":".join(here)})
+    assert len(done.stdout.split()) < 10, done.stdout

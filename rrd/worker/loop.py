@@ -131,6 +131,8 @@ class Loop:
 
     def _step(self, r: Resident, order: Run) -> float:
         """One step, its line of history and its report. Returns its seconds."""
+        if r.trainer.step == 0 and r.trainer.held_out and order.eval_every:
+            self._evaluate(r)  # what the base knew: the loss that all later ones are measured against
         start, lr = time.monotonic(), r.trainer.lr(order.total)
         result = r.trainer.run_step(order.total, order.on_nan)
         seconds = time.monotonic() - start

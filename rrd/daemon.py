@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rrd import __version__, durable
-from rrd.config import Config
+from rrd.config import Config, is_service
 from rrd.control import Control
 from rrd.errors import BadJob, RrdError
 from rrd.gate import make_gate
@@ -147,7 +147,7 @@ class Daemon:
 
     async def _shut_down(self) -> None:
         self.notify.stopping("saving every job")
-        await self.watch.close()
+        self._tasks.append(asyncio.create_task(self._ask_for_time()))
         await self.scheduler.preparer.stop()
         lanes = list(self.scheduler.lanes.values())
         for lane in lanes:
@@ -157,13 +157,14 @@ class Daemon:
         await asyncio.gather(*(t for t in self._tasks if t.get_name().startswith("lane")), return_exceptions=True)
         await asyncio.gather(*(lane.stop() for lane in lanes))
         await self.nursery.stop()
-        for task in self._tasks:
-            task.cancel()
         for job in self.scheduler.jobs.values():
             self.keeper.save(job)
         await self.keeper.flush()
         await asyncio.to_thread(self._write_status, self.snapshot())
         self.keeper.close()
+        await self.watch.close()
+        for task in self._tasks:
+            task.cancel()
         self.journal.event(Kind.STOPPED, "info", "stopped")
 
     # --- the spool ---
@@ -171,7 +172,7 @@ class Daemon:
     async def _follow_spool(self) -> None:
         assert self.spool is not None
         check: float | None = None
-        while await self.watch.dirty(check):
+        while await self.watch.dirty(check) and not self._stop.is_set():
             scan = await asyncio.to_thread(self.spool.scan)
             check = scan.next_check
             if scan.unavailable and not (self.scan and self.scan.unavailable):
@@ -218,6 +219,12 @@ class Daemon:
         while self.notify.watchdog_interval is not None:
             self.notify.watchdog()
             await asyncio.sleep(self.notify.watchdog_interval)
+
+    async def _ask_for_time(self) -> None:
+        """While large checkpoints are being written at the end, systemd should not lose patience."""
+        while True:
+            self.notify.extend(60)
+            await asyncio.sleep(20)
 
     async def _keep_status(self) -> None:
         while True:
@@ -307,6 +314,9 @@ def make_dirs(config: Config) -> None:
             durable.make_dir(path)
         except OSError as e:
             raise durable.trouble(e, path) from e
+    if not is_service(os.environ):
+        with contextlib.suppress(OSError):  # the scan says what is wrong with it
+            durable.make_dir(config.jobs_dir)
 
 
 def _accepted(config: Config, ledger: Ledger, records: dict[str, Record]) -> tuple[dict[str, JobSpec], list[JobFile]]:

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol, TextIO
 
+from rrd.durable import make_dir
 from rrd.text import count, one_line
 
 JOURNAL_SOCKET = Path("/run/systemd/journal/socket")
@@ -262,6 +263,7 @@ class JobFiles:
         said = {"time": event.time, "kind": event.kind.name.lower(), "level": event.level, "message": event.message,
                 "hint": event.hint, "step": event.step, "die": event.die}
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        make_dir(self._jobs_dir / event.job)  # the first event may come before the first record
         fd = os.open(self._jobs_dir / event.job / EVENTS_FILE, flags, 0o640)
         try:
             size = os.fstat(fd).st_size

@@ -53,6 +53,7 @@ class Host(Protocol):
     def visited(self, job: Job, die: Die, turn: Turn, done: VisitDone) -> None: ...
     def loaded(self, job: Job, die: Die, report: Loaded) -> None: ...
     def exported(self, job: Job, report: Exported) -> None: ...
+    def finishing(self, job: Job) -> None: ...
     def finished(self, job: Job) -> None: ...
     def granted(self, die: Die, seconds: float) -> None: ...
     def refused(self, die: Die, reason: str, retry_in: float) -> None: ...
@@ -161,7 +162,6 @@ class Lane:
         start = self.monotonic()
         await self.gate.acquire(die.name)
         self.host.granted(die, self.monotonic() - start)
-        self.rotation.granted(die.name)
         die.refusal = ""
         try:
             yield
@@ -194,6 +194,7 @@ class Lane:
             else:
                 await self._steps(job, die, worker, turn)
             die.suspect = ""
+            self.rotation.granted(die.name)  # not before: a die whose workers keep dying is left alone ever longer
         finally:
             self.computing = None
 
@@ -243,6 +244,7 @@ class Lane:
 
     async def _finish(self, job: Job, die: Die, worker: Worker) -> None:
         """The end of a trained job: its last checkpoint, its adapter, and off the die."""
+        self.host.finishing(job)
         if not await self._save(job, die, worker):
             self._hold_for_disk(job)
         elif await self._export(job, die, worker) and await self._evict(job, die, worker):

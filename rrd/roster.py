@@ -67,6 +67,8 @@ class Job:
     lr: float | None = None
     progress: tuple[str, float] | None = None
     last_step_at: float | None = None
+    told_at: float = float("-inf")
+    """Monotonic time of its newest live line."""
     saving: bool = False
     """A checkpoint was copied aside and is being written."""
     saved_at: float = 0.0

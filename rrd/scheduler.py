@@ -39,6 +39,8 @@ from rrd.text import count, duration
 
 DISK_RETRY = 30.0
 """Seconds until a job that could not be prepared or loaded for want of disk is tried again."""
+LIVE_SECONDS = 2.0
+"""A job's live lines are at least so far apart, the last one excepted: short visits would flood a terminal."""
 PREPARED_AHEAD = 2
 """Jobs prepared beyond those that have room: the next in line should not keep a die waiting."""
 
@@ -262,10 +264,10 @@ class Scheduler:
             self.say(Kind.EVALUATED, f"held-out loss {report.loss:.4f}", job)
 
     def visited(self, job: Job, die: Die, turn: Turn, done: VisitDone) -> None:
-        if self.live:
+        now = self.monotonic()
+        if self.live and (job.trained or now - job.told_at >= LIVE_SECONDS):
+            job.told_at = now
             self.live(live_line(job, die, turn))
-        if job.trained:
-            self.set(job, JobState.EXPORTING)
 
     def loaded(self, job: Job, die: Die, report: Loaded) -> None:
         for sentence in report.fallbacks:
@@ -281,6 +283,9 @@ class Scheduler:
         for note in report.notes:
             self.say(Kind.JOB_NOTE, note, job, level="warning")
         self.say(Kind.EXPORTED, f"wrote {report.output}", job)
+
+    def finishing(self, job: Job) -> None:
+        self.set(job, JobState.EXPORTING)
 
     def finished(self, job: Job) -> None:
         self.set(job, JobState.DONE)
@@ -336,9 +341,10 @@ class Scheduler:
             die.suspect = job.id
         for each in list(die.jobs.values()):
             if each.state is JobState.FAILED or die.fenced:
+                leave = each.leave or Leave(JobState.WAITING)
                 lane.drop(each)
                 if each.state is not JobState.FAILED:
-                    self.set(each, JobState.WAITING)
+                    self.left(each, leave)
             elif each.leave is None and each.state is not JobState.PAUSED:
                 self.set(each, JobState.LOADING)
         self.changed()

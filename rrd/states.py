@@ -37,7 +37,7 @@ _NEXT: dict[JobState, set[JobState]] = {
     S.LOADING: {S.RUNNING, S.EXPORTING, S.DONE} | _ANYTIME,
     S.RUNNING: {S.EXPORTING, S.LOADING} | _ANYTIME,
     S.EXPORTING: {S.DONE, S.LOADING} | _ANYTIME,
-    S.PAUSED: _ANYTIME,
+    S.PAUSED: {S.RUNNING, S.LOADING} | _ANYTIME,  # straight back, if it was resident and waited for its disk
     S.DONE: {S.WAITING, S.REMOVED},
     S.FAILED: {S.WAITING, S.CANCELLED, S.REMOVED},
     S.CANCELLED: {S.WAITING, S.REMOVED},

@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN     = $(VENV)/bin
 
-.PHONY: demo demo-clean test lint bench clean
+.PHONY: demo demo-clean test lint bench campaign clean
 .DELETE_ON_ERROR:
 
 $(VENV)/.done: pyproject.toml packaging/constraints.txt
@@ -22,3 +22,19 @@ demo: $(VENV)/.done
 
 demo-clean:
 	rm -rf $(DEMO)
+
+# Everything: lint, types, floors, tests. One thread each: the tests bring their own side-by-side.
+TESTS ?= tests
+test: $(VENV)/.done
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not slow' $(TESTS)
+
+lint: $(VENV)/.done
+	$(BIN)/ruff check .
+	$(BIN)/mypy rrd
+
+# The long half: hundreds of kills, every power cut, thousands of damaged bytes. About half an hour.
+campaign: $(VENV)/.done
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow --timeout 7200 -s $(TESTS)
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -44,7 +44,10 @@ def entry(name: str, tensor: Tensor) -> Entry:
 
 
 def stream(entries: Iterable[Entry], alive: Callable[[float], None] = lambda _: None) -> tuple[Iterator[Bytes], int]:
-    """The file as chunks, and its size. Calls ``alive`` with the share done after each tensor."""
+    """The file as chunks, each good only until the next is asked for; and its size.
+
+    Calls ``alive`` with the share done after each tensor.
+    """
     ordered = sorted(entries, key=lambda e: (-torch.empty((), dtype=e.dtype).element_size(), e.name))
     header = _header(ordered)
     size = len(header) + sum(e.nbytes for e in ordered)

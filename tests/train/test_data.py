@@ -79,6 +79,12 @@ def test_total_steps(cache: Path, epochs: float, batch: int, accum: int, steps: 
     assert Dataset.open(cache).total_steps(epochs, batch, accum) == steps
 
 
+def test_a_tenth_of_an_epoch_is_a_tenth(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = Dataset.open(cache)
+    monkeypatch.setattr(Dataset, "__len__", lambda _: 10)
+    assert [data.total_steps(epochs, 1, 1) for epochs in (0.1, 1.1, 2.3)] == [1, 11, 23]
+
+
 def test_a_cache_that_is_not_whole_is_not_opened(cache: Path) -> None:
     (cache / "tokens.bin").write_bytes(b"1234")
     with pytest.raises(Damaged, match=r"tokens\.bin has 4 bytes"):

@@ -18,7 +18,7 @@ demo: $(VENV)/.done
 	@$(BIN)/python packaging/demo/fetch.py $(DEMO)
 	@$(BIN)/python packaging/demo/jobs.py $(DEMO)
 	@$(BIN)/rrd run --config $(DEMO)/jobs.d --state $(DEMO)/state; code=$$?; \
-	$(BIN)/python packaging/demo/finish.py $(DEMO) && exit $$code
+	$(BIN)/python packaging/demo/finish.py $(DEMO) --check && exit $$code
 
 demo-clean:
 	rm -rf $(DEMO)

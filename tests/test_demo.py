@@ -266,7 +266,9 @@ def test_the_end_shows_every_job_and_python(tmp_path: Path, capsys: pytest.Captu
     assert all(job in out for job in jobs.JOBS)
     assert "2.50 → 2.50" in out
     assert "PeftModel.from_pretrained" in out
-    compile(finish.snippet(tmp_path, state), "snippet", "exec")
+    script = (tmp_path / "load_adapter.py").read_text(encoding="utf-8")
+    compile(script, "script", "exec")
+    assert script in out
 
 
 def test_the_end_without_a_beginning_is_one_sentence(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """What the demo brought: ``python packaging/demo/finish.py .demo [--check]``.
 
-Prints a table of losses and adapters, and a snippet that loads one with PEFT. ``--check`` runs that very snippet.
+Prints a table of losses and adapters, and a script that loads one with PEFT. ``--check`` runs that very script.
 """
 
 from __future__ import annotations
@@ -8,21 +8,19 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import fetch
 import jobs
-from rich.console import Console
-from rich.table import Table
 
 from rrd.errors import Damaged, NotRunning, RrdError
 
 SHOWN_JOB = "jargon-r16"
 FEW = 10  # steps averaged at each end: the loss of a single sample says little
 
-SNIPPET = """\
+SCRIPT = """\
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -32,11 +30,12 @@ model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), "{
 
 prompt = tokenizer("The Jargon File on “kluge”:\\n", return_tensors="pt")
 def answer():
-    tokens = model.generate(**prompt, max_new_tokens=40, do_sample=False, pad_token_id=tokenizer.pad_token_id)
+    tokens = model.generate(**prompt, max_new_tokens=40, do_sample=False, repetition_penalty=1.2)
     return tokenizer.decode(tokens[0][prompt.input_ids.shape[1]:], skip_special_tokens=True).strip()
 
 with model.disable_adapter():
     print("without the adapter:", answer())
+
 print("with the adapter:   ", answer())
 """
 
@@ -87,17 +86,18 @@ def adapter_dir(state: Path, job: str) -> Path:
     return state / "adapters" / job
 
 
-def table(state: Path) -> Table:
-    shown = Table("job", "steps", "training loss", "held-out loss", "result", box=None, pad_edge=False)
-    for column in shown.columns[1:4]:
-        column.justify, column.no_wrap = "right", True
+def table(state: Path) -> Iterator[str]:
+    """The lines of the table, its head first."""
+    yield _line("job", "steps", "training loss", "held-out loss", "result")
     for job in jobs.JOBS:
-        got = losses(history(state, job))
-        there = adapter_dir(state, job)
-        place = str(_short(there)) if there.exists() else "none"
+        got, there = losses(history(state, job)), adapter_dir(state, job)
         heldout = _fell(got.heldout_first, got.heldout_last)
-        shown.add_row(job, str(got.steps), _fell(got.first, got.last), heldout, place)
-    return shown
+        result = str(_short(there)) if there.exists() else "none"
+        yield _line(job, str(got.steps), _fell(got.first, got.last), heldout, result)
+
+
+def _line(job: str, steps: str, train: str, heldout: str, result: str) -> str:
+    return f"{job:<16} {steps:>5}  {train:>13}  {heldout:>13}  {result}"
 
 
 def _fell(first: float | None, last: float | None) -> str:
@@ -108,33 +108,35 @@ def _short(path: Path) -> Path:
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
-def snippet(demo: Path, state: Path) -> str:
-    return SNIPPET.format(base=fetch.model_dir(demo), adapter=adapter_dir(state, SHOWN_JOB))
+def write_script(demo: Path, state: Path) -> Path:
+    """The script beside the models, for a reader to run, to paste and to change."""
+    path = demo / "load_adapter.py"
+    text = SCRIPT.format(base=fetch.model_dir(demo), adapter=adapter_dir(state, SHOWN_JOB))
+    path.write_text(text, encoding="utf-8")
+    return path
 
 
-def check(code: str) -> None:
-    """Run ``code`` as a reader would who copied it. Raises Damaged when it fails."""
-    print("\nRunning it:", flush=True)
-    if subprocess.run([sys.executable, "-W", "ignore", "-c", code]).returncode != 0:
-        raise Damaged("the snippet above does not run", hint="its error is printed above")
+def check(script: Path) -> None:
+    """Run ``script`` as a reader would. Raises Damaged when it fails."""
+    if subprocess.run([sys.executable, "-W", "ignore", str(script)]).returncode != 0:
+        raise Damaged(f"{_short(script)} does not run", hint="its error is printed above")
 
 
 def main(arguments: list[str]) -> None:
-    """Print the table and the snippet; with ``--check``, run the snippet."""
+    """Print the table and the script; with ``--check``, run it."""
     demo = Path(next(a for a in arguments if not a.startswith("-"))).absolute()
     state = demo / "state"
     if not (state / "jobs").is_dir():
         raise NotRunning(f"nothing was trained in {state} yet", hint="run `make demo`")
-    console = Console(soft_wrap=True)
-    console.print(f"\nMean loss of the first {FEW} → the last {FEW} steps; held-out loss first → last measured:\n")
-    console.print(table(state))
+    print(f"\nMean loss of the first {FEW} → the last {FEW} steps; held-out loss at the start → at the end:\n")
+    print("\n".join(table(state)))
     if not adapter_dir(state, SHOWN_JOB).exists():
         return
-    console.print("\nAn adapter loads with PEFT; paste this into .venv/bin/python:\n", markup=False)
-    code = snippet(demo, state)
-    console.print("\n".join("    " + line if line else "" for line in code.split("\n")), markup=False, highlight=False)
+    script = write_script(demo, state)
+    print(f"\nAn adapter loads with PEFT. Run {_short(Path(sys.executable))} {_short(script)}, or paste:\n")
+    print(script.read_text(encoding="utf-8"), flush=True)
     if "--check" in arguments:
-        check(code)
+        check(script)
 
 
 if __name__ == "__main__":

@@ -17,9 +17,10 @@ COMMON = """\
 max_steps = {steps}
 warmup_steps = 5
 seq_len = 256
-eval_every = {eval_every}           # steps; besides, the held-out loss is measured at the end
+eval_every = {eval_every}           # steps between held-out losses; the first is of the untouched base
 visit_seconds = 3.0       # a turn on the die
 checkpoint_every = "30s"  # short, so that a demo that is killed loses little
+keep = {keep}                  # checkpoints
 """
 
 JOBS = {
@@ -71,12 +72,13 @@ grad_accum = 2
 method = "full"
 lr = 1e-3
 weight_decay = 0.01
-keep = 1                  # its checkpoints hold every weight and both moments: half a gigabyte
 """,
 }
 
 STEPS = {"problems-r16": 30, "jargon-full": 90}  # where a step is dearer or cheaper than the others'
 USUAL_STEPS = 60
+KEEP = {"jargon-full": 1}  # its checkpoints hold every weight and both moments: half a gigabyte
+USUAL_KEEP = 2
 
 
 def write_jobs(demo: Path) -> list[Path]:
@@ -88,11 +90,11 @@ def write_jobs(demo: Path) -> list[Path]:
 
 def job_file(demo: Path, job: str) -> str:
     """The text of one job file."""
-    steps = STEPS.get(job, USUAL_STEPS)
+    steps, keep = STEPS.get(job, USUAL_STEPS), KEEP.get(job, USUAL_KEEP)
     paths = {name: _data_keys(demo, name) for name in fetch.TEXTS}
     paths["model"] = _key("model", fetch.model_dir(demo))
     paths["small_model"] = _key("model", fetch.small_model_dir(demo))
-    return JOBS[job].format_map(paths) + COMMON.format(steps=steps, eval_every=steps // 3)
+    return JOBS[job].format_map(paths) + COMMON.format(steps=steps, eval_every=steps // 3, keep=keep)
 
 
 def _data_keys(demo: Path, name: str) -> str:

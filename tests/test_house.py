@@ -23,8 +23,8 @@ FLOORS: dict[str, int] = {
     "ledger": 2, "spool": 2, "watch": 2, "rotation": 2, "placement": 2, "roster": 2, "gate": 2, "metrics": 2,
     "notify": 2, "journal": 2, "client": 2,
     # floors 3 to 6, daemon tower
-    "handle": 3, "keeper": 3, "die": 4, "lane": 4, "preparer": 4, "scheduler": 5, "intake": 5, "control": 5, "web": 5, "daemon": 5,
-    "cli": 6, "__main__": 6,
+    "handle": 3, "keeper": 3, "die": 4, "lane": 4, "preparer": 4, "scheduler": 5, "intake": 5,
+    "control": 5, "web": 5, "daemon": 5, "cli": 6, "__main__": 6,
     # worker tower
     "ops": 2, "models": 3, "optim": 3, "lora": 3, "train": 4, "worker": 5,
 }
@@ -78,12 +78,12 @@ def test_the_daemon_and_the_command_line_import_no_torch() -> None:
 
 
 UNSAFE = re.compile(r"torch\.load\(|\bimport pickle|\bfrom pickle|allow_pickle\s*=\s*True|trust_remote_code\s*=\s*True"
-                    r"|\beval\(|\bexec\(|yaml\.load\(|shell\s*=\s*True")
+                    r"|(?<![.\w])(eval|exec)\(|yaml\.load\(|shell\s*=\s*True")
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_nothing_loads_or_runs_what_it_was_given(path: Path) -> None:
-    text = re.sub(r"\.eval\(", "", path.read_text())  # a module's evaluation mode is no code
+    text = path.read_text()
     assert not UNSAFE.search(text)
 
 

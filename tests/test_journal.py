@@ -233,11 +233,17 @@ def test_a_line_cut_short_by_a_crash_stays_alone(tmp_path: Path) -> None:
 def test_an_unwritable_log_is_only_counted(tmp_path: Path) -> None:
     (tmp_path / "linked").mkdir()
     (tmp_path / "linked" / EVENTS_FILE).symlink_to("/etc/passwd")
+    (tmp_path / "file").touch()
     with Journal([JobFiles(tmp_path)]) as journal:
-        journal.event(Kind.LOADED, "info", "x", job="not-there")
+        journal.event(Kind.LOADED, "info", "x", job="file")
         journal.event(Kind.LOADED, "info", "x", job="linked")
         assert journal.flush()
         assert journal.failed == 2
+
+
+def test_the_first_event_of_a_job_may_come_before_its_directory(tmp_path: Path) -> None:
+    JobFiles(tmp_path).write(an_event(job="new"))
+    assert (tmp_path / "new" / EVENTS_FILE).exists()
 
 
 def test_for_process_writes_lines_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

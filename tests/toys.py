@@ -23,7 +23,8 @@ def make_model(path: Path, *, hidden: int = 32, layers: int = 2, heads: int = 4,
     """A llama of a few thousand parameters with a byte-level tokenizer: config.json, model.safetensors, tokenizer."""
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps({
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": hidden, "num_hidden_layers": layers,
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": hidden,
+        "num_hidden_layers": layers,
         "num_attention_heads": heads, "num_key_value_heads": kv_heads, "intermediate_size": ffn, "vocab_size": vocab,
         "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "max_position_embeddings": 512, "tie_word_embeddings": tie,
         "hidden_act": "silu", "torch_dtype": "float32", "bos_token_id": 0, "eos_token_id": 0}))

@@ -36,8 +36,8 @@ class Box:
         self.log = root / "log"
 
     def configure(self, text: str) -> None:
-        self.config.write_text(f'state_dir = "{self.state}"\ncache_dir = "{self.root}/cache"\nrun_dir = "{self.run_dir}"\n'
-                               f'jobs_dir = "{self.jobs_dir}"\nmetrics = ""\n' + text)
+        self.config.write_text(f'state_dir = "{self.state}"\ncache_dir = "{self.root}/cache"\n'
+                               f'run_dir = "{self.run_dir}"\njobs_dir = "{self.jobs_dir}"\nmetrics = ""\n' + text)
 
     # --- the process ---
 

@@ -72,7 +72,7 @@ def kill_campaign(b: Box, inputs: Path, kills: int, seed: int) -> dict[str, int]
     best = dict.fromkeys(SHAPES, 0)
     while sum(done[k] for k in ("daemon", "worker", "both")) < kills:
         whom, ahead = chance.choice(["daemon", "worker", "worker", "both"]), chance.randint(1, 3)
-        s = b.wait(lambda s, ahead=ahead: len(s.jobs) == len(SHAPES) and all(  # type: ignore[misc]
+        s = b.wait(lambda s, ahead=ahead, best=best: len(s.jobs) == len(SHAPES) and all(  # type: ignore[misc]
             j.state == "done" or j.step >= best[j.id] + ahead for j in s.jobs), "progress")
         best = {j.id: max(best[j.id], j.step) for j in s.jobs}
         if all(j.state == "done" for j in s.jobs):
@@ -123,8 +123,8 @@ def test_thirty_kills_anywhere_change_no_byte(tmp_path: Path, reference: tuple[P
 def test_sigterm_loses_no_step(tmp_path: Path) -> None:
     with box(tmp_path, "cpu_dies = 2\n") as b:
         for name in ("a", "b"):
-            write_job(b.jobs_dir, name, **toy_keys(tmp_path, max_steps=5000, checkpoint_every="1h", steps_per_visit="auto",
-                                                   visit_seconds=30.0))
+            keys = toy_keys(tmp_path, max_steps=5000, checkpoint_every="1h", steps_per_visit="auto", visit_seconds=30.0)
+            write_job(b.jobs_dir, name, **keys)
         b.start()
         b.wait(lambda s: len(s.jobs) == 2 and all(j.step >= 5 for j in s.jobs), "progress")
         assert b.stop() == 0

@@ -24,11 +24,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from peers import job
-from rig import START_SECONDS, Results, Rrd, make_data, make_model, median, memory, send
+from rig import START_SECONDS, Results, Rrd, cpu_seconds, make_data, make_model, median, memory, send
 
 JOBS = 6
 
@@ -44,7 +45,7 @@ def main() -> None:
         theirs = steady_memory(side.pids)
         side.stop()
         gang = stack.enter_context(Peers(where / "gang", model, data, args.seq, threads=os.cpu_count() or 1))
-        gang.wait()
+        gang.wait(slice=max(1.0, args.slice))
         gang.stop()
         rrd = stack.enter_context(Ours(where / "rrd", model, data, args.seq))
         rates = measure(args, rrd, gang, side)
@@ -67,10 +68,6 @@ def arguments() -> argparse.Namespace:
     if args.quick:
         args.model, args.seq, args.rounds, args.window, args.slice = "toy", 64, 2, 1.5, 0.25
     return args
-
-
-Counter = Callable[[float, float], int]
-"""Tokens of the steps that ended between two Unix times."""
 
 
 class Peers:
@@ -96,13 +93,18 @@ class Peers:
     def pids(self) -> list[int]:
         return [p.pid for p in self._processes]
 
-    def wait(self, steps: int = 5) -> None:
-        """Until each has made ``steps`` steps."""
+    def wait(self, steps: int = 5, *, slice: float | None = None) -> None:
+        """Until each has made ``steps`` steps; with ``slice`` they take turns, or their many threads would never."""
         deadline = time.monotonic() + START_SECONDS
+        if slice:
+            self.stop()
         while not all(log.exists() and log.read_text().count("\n") >= steps for log in self.logs):
             if time.monotonic() > deadline or any(p.poll() is not None for p in self._processes):
                 sys.exit("the peers do not train")
-            time.sleep(0.1)
+            if slice:
+                self.rotate(time.time() + JOBS * slice, slice)
+            else:
+                time.sleep(0.1)
 
     def go(self) -> None:
         send(self.pids, signal.SIGCONT)
@@ -120,6 +122,7 @@ class Peers:
             os.kill(pid, signal.SIGSTOP)
 
     def tokens(self, start: float, end: float) -> int:
+        """Those of the steps that ended between two Unix times."""
         steps = (line.split() for log in self.logs for line in log.read_text().split("\n")[:-1])
         return sum(int(tokens) for at, tokens in steps if start <= float(at) < end)
 
@@ -160,32 +163,39 @@ class Ours:
         return sum(h["tokens"] for h in steps if start <= h["time"] < end)
 
 
-def measure(args: argparse.Namespace, rrd: Ours, gang: Peers, side: Peers) -> dict[str, list[float]]:
-    """Tokens/s of each, a figure a round."""
-    rates: dict[str, list[float]] = {"rrd": [], "gang": [], "side": []}
+@dataclass
+class Rates:
+    """What one side made, a figure a round."""
+
+    a_second: list[float] = field(default_factory=list)
+    a_cpu_second: list[float] = field(default_factory=list)
+
+
+def measure(args: argparse.Namespace, rrd: Ours, gang: Peers, side: Peers) -> dict[str, Rates]:
+    """Tokens of each side in windows that take turns."""
+    runs: dict[str, tuple[Ours | Peers, Callable[[float], None]]] = {
+        "rrd": (rrd, free(rrd)), "side": (side, free(side)),
+        "gang": (gang, lambda until: gang.rotate(until, args.slice))}
+    rates = {name: Rates() for name in runs}
     for _ in range(args.rounds):
-        for name, count, run in windows(args, rrd, gang, side):
-            start = time.time()
+        for name, (it, run) in runs.items():
+            start, cpu = time.time(), cpu_seconds(it.pids)
             run(start + args.window)
-            end = time.time()
-            rates[name].append(count(start, end) / (end - start))
-        print("    round: " + ", ".join(f"{name} {r[-1]:,.0f} tokens/s" for name, r in rates.items()), flush=True)
+            end, tokens = time.time(), it.tokens(start, time.time())
+            rates[name].a_second.append(tokens / (end - start))
+            rates[name].a_cpu_second.append(tokens / (cpu_seconds(it.pids) - cpu))
+        print("    tokens/s: " + ", ".join(f"{name} {r.a_second[-1]:,.0f}" for name, r in rates.items()), flush=True)
     return rates
 
 
-def windows(args: argparse.Namespace, rrd: Ours, gang: Peers, side: Peers
-            ) -> Iterator[tuple[str, Counter, Callable[[float], None]]]:
-    def free(it: Ours | Peers) -> Callable[[float], None]:
-        def run(until: float) -> None:
-            it.go()
-            time.sleep(max(0.0, until - time.time()))
-            it.stop()
+def free(it: Ours | Peers) -> Callable[[float], None]:
+    """Let it run as it likes until a Unix time."""
+    def run(until: float) -> None:
+        it.go()
+        time.sleep(max(0.0, until - time.time()))
+        it.stop()
 
-        return run
-
-    yield "rrd", rrd.tokens, free(rrd)
-    yield "gang", gang.tokens, lambda until: gang.rotate(until, args.slice)
-    yield "side", side.tokens, free(side)
+    return run
 
 
 def steady_memory(pids: list[int], samples: int = 5) -> float:
@@ -197,18 +207,22 @@ def steady_memory(pids: list[int], samples: int = 5) -> float:
     return median(looks)
 
 
-def report(results: Results, args: argparse.Namespace, rates: dict[str, list[float]], ours: float, theirs: float
-           ) -> None:
-    ratios = {name: median([a / b for a, b in zip(rates["rrd"], rates[name], strict=True)])
-              for name in ("gang", "side")}
+def report(results: Results, args: argparse.Namespace, rates: dict[str, Rates], ours: float, theirs: float) -> None:
     for name, rate in rates.items():
-        results.add(f"{args.model} seq {args.seq}: six jobs, {name}", median(rate), "tokens/s", digits=0)
-    results.add("rrd / gang, median of the rounds' ratios", ratios["gang"], least=0 if args.quick else 1.25)
-    results.add("rrd / side, median of the rounds' ratios", ratios["side"], least=0 if args.quick else 1.0)
+        results.add(f"{args.model} seq {args.seq}: six jobs, {name}", median(rate.a_second), "tokens/s", digits=0)
+    for name, least in (("gang", 1.25), ("side", 1.0)):
+        results.add(f"rrd / {name}, median of the rounds' ratios", ratio(rates, name, "a_second"),
+                    least=0 if args.quick else least)
+        results.add(f"rrd / {name}, by CPU time used (for a box that is not idle)", ratio(rates, name, "a_cpu_second"))
     results.add("PSS of rrd: daemon, nursery and six workers", ours, "MB", digits=0)
     results.add("PSS of six processes (side)", theirs, "MB", digits=0)
     results.add("PSS of rrd / PSS of six processes", ours / theirs, most=0.5)
     results.finish()
+
+
+def ratio(rates: dict[str, Rates], other: str, what: str) -> float:
+    pairs = zip(getattr(rates["rrd"], what), getattr(rates[other], what), strict=True)
+    return median([a / b for a, b in pairs])
 
 
 if __name__ == "__main__":

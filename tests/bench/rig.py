@@ -163,6 +163,18 @@ def memory(pids: Iterable[int], what: str = "Pss") -> float:
     return total * 1024 / 1e6
 
 
+def cpu_seconds(pids: Iterable[int]) -> float:
+    """CPU time that processes, with their threads, have used so far."""
+    total = 0
+    for pid in pids:
+        try:
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        total += int(fields[11]) + int(fields[12])
+    return total / os.sysconf("SC_CLK_TCK")
+
+
 def send(pids: Iterable[int], number: signal.Signals) -> None:
     for pid in pids:
         try:

@@ -344,10 +344,11 @@ def test_appending_does_not_wait_for_a_sync(home: Path) -> None:
     class Slow(Disk):
         def __init__(self) -> None:
             self.syncing, self.go_on = threading.Event(), threading.Event()
+            self.in_time = True
 
         def fsync(self, fd: int) -> None:
             self.syncing.set()
-            assert self.go_on.wait(30)
+            self.in_time = self.go_on.wait(10)
 
     log = Log(home / "log", 0, disk=(disk := Slow()))
     log.append(b"one\n")
@@ -355,11 +356,31 @@ def test_appending_does_not_wait_for_a_sync(home: Path) -> None:
     other.start()
     assert disk.syncing.wait(30)
     log.append(b"two\n")
-    assert log.length == 8
     disk.go_on.set()
     other.join(30)
+    assert disk.in_time
     log.sync()
-    assert (home / "log").read_bytes() == b"one\ntwo\n"
+    assert (home / "log").read_bytes() == b"one\ntwo\n" and log.length == 8
+    log.close()
+
+
+def test_lines_appended_while_another_thread_syncs_come_once_and_in_order(home: Path) -> None:
+    class Yielding(ShortDisk):
+        def write(self, fd: int, data: Bytes) -> int:
+            n = super().write(fd, data)
+            os.sched_yield()
+            return n
+
+        def fsync(self, fd: int) -> None:
+            os.sched_yield()
+
+    log, lines = Log(home / "log", 0, disk=Yielding()), [b"line %d\n" % i for i in range(500)]
+    appending = threading.Thread(target=lambda: [log.append(line) for line in lines])
+    appending.start()
+    while appending.is_alive():
+        log.sync()
+    log.sync()
+    assert (home / "log").read_bytes() == b"".join(lines) and log.length == sum(map(len, lines))
     log.close()
 
 

@@ -61,13 +61,15 @@ class Keeper:
 
 
 def set_aside(job_dir: Path) -> None:
-    """Rename a job's checkpoints so that it starts at step 0. Those of the time before the last are removed."""
+    """Rename a job's checkpoints so that it starts at step 0; those set aside before are removed. Interrupted, the
+    newest is still in use. Raises DiskTrouble."""
     try:
-        for old in job_dir.glob(".old-*"):
+        saved = checkpoint.listing(job_dir)
+        for old in job_dir.glob(".old-*") if saved else ():
             durable.discard_dir(old)
-        for _, path in checkpoint.listing(job_dir):
+        for _, path in reversed(saved):
             durable.DISK.rename(path, path.with_name(f".old-{path.name}"))
-        if job_dir.is_dir():
+        if saved:
             durable.fsync_dir(job_dir)
     except OSError as e:
         raise durable.trouble(e, job_dir) from e
@@ -75,15 +77,20 @@ def set_aside(job_dir: Path) -> None:
 
 def facts_of(spec: JobSpec) -> str:
     """Sizes and times of the files a job depends on: when they change, a failed job is worth another try."""
-    seen = []
-    for name in (spec.model, spec.data, spec.tokenizer, spec.eval_data):
-        path = Path(name) if name else None
-        if path is None:
-            continue
-        for file in sorted(path.iterdir()) if path.is_dir() else [path]:
-            try:
-                s = os.stat(file)
-                seen.append(f"{file.name} {s.st_size} {s.st_mtime_ns}")
-            except OSError as e:
-                seen.append(f"{file.name} {e.errno}")
-    return "; ".join(seen)[:4000]
+    named = [Path(name) for name in (spec.model, spec.data, spec.tokenizer, spec.eval_data) if name]
+    return "; ".join(_fact(file) for path in named for file in (path, *_inside(path)))[:4000]
+
+
+def _inside(path: Path) -> list[Path]:
+    try:
+        return sorted(path.iterdir())
+    except OSError:
+        return []
+
+
+def _fact(file: Path) -> str:
+    try:
+        s = os.stat(file)
+    except OSError as e:
+        return f"{file.name} {e.errno}"
+    return f"{file.name} {s.st_size} {s.st_mtime_ns}"

@@ -6,8 +6,9 @@ and how, what was announced, and what the user asked for.
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
+import secrets
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -17,6 +18,7 @@ from rrd.durable import DISK, Disk
 from rrd.errors import Damaged
 from rrd.job import JOB_FILE, JOB_ID
 from rrd.states import JobState
+from rrd.text import one_line
 
 FORMAT = 1
 FILE = "ledger.json"
@@ -64,20 +66,29 @@ class Ledger:
         """All records, and a sentence for each that could not be read; those are kept aside, and the job is known
         again by its job file and its checkpoints."""
         records, faults = {}, []
+        with contextlib.suppress(OSError):  # a directory whose maker was killed before its fsync is durable from now on
+            durable.fsync_dir(self.root, disk=self.disk)
         for path in sorted(self.root.iterdir()) if self.root.is_dir() else []:
             if not JOB_ID.fullmatch(path.name) or not path.is_dir():
                 continue
-            durable.sweep_files(path, disk=self.disk)
             try:
-                record = _read(path / FILE, path.name)
+                durable.sweep_files(path, disk=self.disk)
+                records[path.name] = _read(path / FILE, path.name)
             except FileNotFoundError:
                 continue  # a crash between making the directory and writing the first record
+            except OSError as e:
+                faults.append(f"{path / FILE} cannot be read: {(e.strerror or str(e)).lower()}")
             except Damaged as e:
-                self.disk.rename(path / FILE, path / f".bad-{FILE}-{os.urandom(4).hex()}")
-                faults.append(e.message)
-                continue
-            records[path.name] = record
+                faults.append(f"{e.message}; {self._set_aside(path / FILE)}")
         return records, faults
+
+    def _set_aside(self, path: Path) -> str:
+        aside = path.with_name(f".bad-{FILE}-{secrets.token_hex(4)}")
+        try:
+            self.disk.rename(path, aside)
+        except OSError as e:
+            return f"it could not be set aside: {(e.strerror or str(e)).lower()}"
+        return f"it was set aside as {aside.name}"
 
     def save(self, record: Record, job_toml: str | None = None) -> None:
         """Write the record (and the job file as accepted) durably. Raises DiskTrouble."""
@@ -103,12 +114,11 @@ def _read(path: Path, job: str) -> Record:
     try:
         body = json.loads(data)
         if isinstance(body, dict) and isinstance(body.get("format"), int) and body["format"] > FORMAT:
-            raise Damaged(f"{path} is of format {body['format']}, and this rrd knows {FORMAT}; it was set aside",
-                          hint="install the rrd that wrote it, or a newer one")
+            raise Damaged(f"{path} is of format {body['format']}, and this rrd knows {FORMAT}")
         record = Record.model_validate(body)
     except (ValueError, RecursionError) as e:
         reason = e.errors()[0]["msg"] if isinstance(e, ValidationError) else str(e)
-        raise Damaged(f"{path} is damaged and was set aside: {reason}") from e
+        raise Damaged(f"{path} is damaged: {one_line(reason, 200)}") from e
     if record.id != job:
-        raise Damaged(f"{path} is of another job, {record.id!r}, and was set aside")
+        raise Damaged(f"{path} is of another job, {one_line(record.id, 70)!r}")
     return record

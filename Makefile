@@ -7,9 +7,10 @@ BIN     = $(VENV)/bin
 .DELETE_ON_ERROR:
 
 $(VENV)/.done: pyproject.toml packaging/constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c packaging/constraints.txt -e '.[dev,demo]'
-	touch $@
+	@echo "making $(VENV): torch and what stands on it, about 1 GB; this takes a minute or two"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c packaging/constraints.txt -e '.[dev,demo]'
+	@touch $@
 
 # Six real adapters train in turn on this machine's CPUs. Interrupted, it goes on where it was; `make demo-clean` forgets.
 # The result is shown even when a job failed; make's exit code is then that of `rrd run`.

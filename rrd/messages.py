@@ -25,11 +25,12 @@ class Message(BaseModel):
 
 
 class Prepare(Message):
-    """Tokenize the job's data and digest its base model into the cache. Touches no die. Answer: Prepared."""
+    """Check what can be checked without a die and tokenize the job's data into the cache. Answer: Prepared."""
 
     kind: Literal["prepare"] = "prepare"
     job: str
     spec: JobSpec
+    output: str
 
 
 class Load(Message):

@@ -61,7 +61,7 @@ class Preparer:
         try:
             await worker.start()
             await worker.ask(None, Ready, patience=lambda: SILENCE_SECONDS)
-            order = Prepare(job=job.id, spec=job.spec)
+            order = Prepare(job=job.id, spec=job.spec, output=job.output)
             answer = await worker.ask(order, Prepared, patience=lambda: SILENCE_SECONDS)
             assert isinstance(answer, (Prepared, Failed))
             return answer

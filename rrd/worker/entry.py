@@ -58,8 +58,9 @@ def _set_up_process(settings: Settings) -> None:
     with contextlib.suppress(OSError):  # if memory runs out, a worker is a better victim than the daemon
         Path("/proc/self/oom_score_adj").write_text("500")
     if not settings.die:
+        os.environ |= {"TOKENIZERS_PARALLELISM": "true", "RAYON_NUM_THREADS": str(len(os.sched_getaffinity(0)))}
         with contextlib.suppress(OSError):
-            os.nice(10)
+            os.nice(10)  # all cores, but only what training leaves of them
     torch.set_num_threads(settings.threads)
     torch.set_flush_denormal(True)  # denormals make steps several times slower on CPUs
     if settings.device.startswith("cuda"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 import traceback
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -93,6 +94,7 @@ class Loop:
         return lambda what, share: self.channel.progress(job, what, share)
 
     def _prepare(self, order: Prepare) -> None:
+        resident.check(order.spec, Path(order.output))
         train, _ = resident.prepare(order.spec, self.settings.cache_dir, self._alive(order.job))
         self.channel.send(Prepared(job=order.job, samples=train.samples, tokens=train.tokens,
                                    bad_lines=train.bad_count, notes=train.notes()))

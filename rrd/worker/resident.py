@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -16,11 +17,13 @@ import torch
 from rrd import checkpoint, durable
 from rrd import job as jobs
 from rrd.durable import Bytes
-from rrd.errors import BadJob, Damaged, TryLater
+from rrd.errors import BadJob, Damaged, DiskTrouble, TryLater
 from rrd.job import JobSpec
 from rrd.messages import Load
 from rrd.models import Base, dtypes, load_base
+from rrd.models.files import inspect
 from rrd.train import data
+from rrd.train.publish import check_output
 from rrd.train.state import FORMAT, STATE, TENSORS, Staging, differences, restore
 from rrd.train.trainer import Trainer
 
@@ -74,8 +77,13 @@ class Resident:
         self.lock.close()
 
 
-def prepare(spec: JobSpec, cache_dir: Path, alive: Alive) -> tuple[data.Prepared,
-                                                                                         data.Prepared | None]:
+def check(spec: JobSpec, output: Path) -> None:
+    """What would stop the job only later, on a die or at its end: the model's files and the output. Raises BadJob."""
+    inspect(Path(spec.model))
+    check_output(output)
+
+
+def prepare(spec: JobSpec, cache_dir: Path, alive: Alive) -> tuple[data.Prepared, data.Prepared | None]:
     """Tokenize the job's data, and the held-out data if it has any, into the cache; quick when done before."""
 
     def one(path: str, what: str) -> data.Prepared:
@@ -98,11 +106,12 @@ def load(order: Load, *, device: str, threads: int, job_dir: Path, cache_dir: Pa
     try:
         durable.sweep_dirs(job_dir)
         train, held_out = prepare(spec, cache_dir, alive)
-        base = _base(spec, torch.device(device), job_dir, cache_dir, bases, alive)
+        notes: list[str] = []
+        base = _base(spec, torch.device(device), job_dir, cache_dir, bases, notes, alive)
+        _check_vocabulary(base, train, held_out)
         trainer = Trainer(spec, base, data.Dataset.open(train.path),
                           data.Dataset.open(held_out.path) if held_out else None, threads=threads)
         staging = Staging(trainer.optimizer)
-        notes: list[str] = []
         state, fallbacks = _newest_valid(job_dir, trainer, staging, notes)
         if state is None and (fallbacks or order.expect_step):
             raise BadJob(f"no checkpoint of this job can be used any more, though step {order.expect_step} was saved",
@@ -133,19 +142,33 @@ def _take_lock(job_dir: Path, alive: Alive) -> IO[bytes]:
 
 
 def _base(spec: JobSpec, device: torch.device, job_dir: Path, cache_dir: Path, bases: dict[str, Base],
-          alive: Alive) -> Base:
+          notes: list[str], alive: Alive) -> Base:
     """The job's base: one that is here already where it is frozen, or loaded now."""
     trainable = spec.method == "full"
     stored, compute = _dtypes_of(spec, device, job_dir)
     key = f"{spec.model} {stored} {compute} {spec.quantize}"
     if not trainable and key in bases:
         return bases[key]
-    base = load_base(spec.model, device=device, dtype=stored, compute=compute, store_dir=cache_dir / "bases",
-                     trainable=trainable, quantize=spec.quantize,
-                     progress=lambda done, total: alive("loading the model", done / max(1, total)))
+    load = partial(load_base, spec.model, device=device, dtype=stored, compute=compute, trainable=trainable,
+                   quantize=spec.quantize,
+                   progress=lambda done, total: alive("loading the model", done / max(1, total)))
+    try:
+        base = load(store_dir=cache_dir / "bases")
+    except DiskTrouble as e:
+        base = load()
+        notes.append(f"it holds the model in memory of its own, for the shared copy cannot be written: {e.message}")
     if not trainable:
         bases[key] = base
     return base
+
+
+def _check_vocabulary(base: Base, *prepared: data.Prepared | None) -> None:
+    """Raises BadJob where the tokenizer has words that the model does not know."""
+    known: int = base.config.n_vocab
+    highest = max(p.max_id for p in prepared if p is not None)
+    if highest >= known:
+        raise BadJob(f"the data has token {highest}, and the model knows {known} tokens",
+                     hint="is this the model's own tokenizer?", key="tokenizer")
 
 
 def _dtypes_of(spec: JobSpec, device: torch.device, job_dir: Path) -> tuple[torch.dtype, torch.dtype]:

@@ -23,7 +23,8 @@ def ledger(tmp_path: Path) -> Ledger:
 def full_record(job: str = "a") -> Record:
     return Record(id=job, state=JobState.REMOVED, why="its file is gone “ü”", hint="put it back",
                   submitted_at=1.7e9 + 0.1, announced_step=150, announced_at=1.7e9 + 1 / 3, crashes=2, best_step=155,
-                  user_paused=True, outcome=JobState.DONE, samples=10**7, finished_at=1.7e9, failed_facts="data.jsonl 5 6")
+                  user_paused=True, outcome=JobState.DONE, samples=10**7, finished_at=1.7e9,
+                  failed_facts="data.jsonl 5 6")
 
 
 def test_what_is_saved_is_what_is_loaded(ledger: Ledger) -> None:

@@ -21,12 +21,12 @@ demo: $(VENV)/.done
 	@$(BIN)/rrd run --config $(DEMO)/jobs.d --state $(DEMO)/state; code=$$?; \
 	$(BIN)/python packaging/demo/finish.py $(DEMO) --check && exit $$code
 
-demo-# The figures of docs/benchmarks.md. About an hour; the box should have nothing else to do.
+demo-clean:
+	rm -rf $(DEMO)
+
+# The figures of docs/benchmarks.md. About an hour; the box should have nothing else to do.
 bench: $(VENV)/.done
 	@for b in daemon rotation aggregate train; do $(BIN)/python tests/bench/bench_$$b.py || exit 1; done
-
-clean:
-	rm -rf $(DEMO)
 
 # Everything: lint, types, floors, tests. One thread each: the tests bring their own side-by-side.
 TESTS ?= tests

@@ -251,7 +251,9 @@ def test_losses_count_a_step_done_again_once() -> None:
     history = [json.dumps({"step": s, "loss": 10.0 - s}) for s in (1, 2, 3)]
     history += [json.dumps({"step": 3, "eval_loss": 9.0}), json.dumps({"step": 3, "loss": 1.0}), "", '{"step": 4, "lo']
     history += [json.dumps({"step": 4, "loss": None}), json.dumps({"step": 4, "eval_loss": 2.0})]
-    assert finish.losses(history) == finish.Losses(4, (9 + 8 + 1) / 3, (9 + 8 + 1) / 3, 9.0, 2.0)
+    assert finish.losses(history) == finish.Losses(4, 9.0, 1.0, 9.0, 2.0)
+    many = finish.losses(json.dumps({"step": s, "loss": float(s)}) for s in range(1, 101))
+    assert (many.first, many.last) == (5.5, 95.5)
     assert finish.losses([]) == finish.Losses(0, None, None, None, None)
 
 

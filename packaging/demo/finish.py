@@ -61,7 +61,8 @@ def losses(lines: Iterable[str]) -> Losses:
             train[row["step"]] = row["loss"]
     ordered = [loss for _, loss in sorted(train.items()) if loss is not None]
     held = [loss for _, loss in sorted(heldout.items())]
-    ends = _mean(ordered[:FEW]), _mean(ordered[-FEW:])
+    few = max(1, min(FEW, len(ordered) // 2))
+    ends = _mean(ordered[:few]), _mean(ordered[-few:])
     return Losses(max(train, default=0), *ends, held[0] if held else None, held[-1] if held else None)
 
 

@@ -9,12 +9,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, ValidationInfo
 
 from rrd.errors import ProtocolError
 from rrd.job import JobSpec
+from rrd.text import one_line
 
 MAX_FRAME = 1 << 20
+
+
+def _said(text: object, info: ValidationInfo) -> object:
+    return one_line(text, 1000) if isinstance(text, str) and info.mode == "python" else text
+
+
+Sentence = Annotated[str, BeforeValidator(_said)]
+"""What a person will read. It may quote a file, a path or a library, so it is made one safe, short line when said."""
 
 
 class Message(BaseModel):
@@ -111,7 +120,7 @@ class Progress(Message):
 
     kind: Literal["progress"] = "progress"
     job: str
-    what: str
+    what: Sentence
     share: float
 
 
@@ -121,7 +130,7 @@ class Prepared(Message):
     samples: int
     tokens: int
     bad_lines: int
-    notes: list[str] = Field(default_factory=list)
+    notes: list[Sentence] = Field(default_factory=list)
 
 
 class Loaded(Message):
@@ -134,8 +143,8 @@ class Loaded(Message):
     samples: int
     seconds: float
     resumed: int | None = None
-    fallbacks: list[str] = Field(default_factory=list)
-    notes: list[str] = Field(default_factory=list)
+    fallbacks: list[Sentence] = Field(default_factory=list)
+    notes: list[Sentence] = Field(default_factory=list)
     memory_bytes: int | None = None
 
 
@@ -184,15 +193,15 @@ class CommitFailed(Message):
     kind: Literal["commit_failed"] = "commit_failed"
     job: str
     step: int
-    message: str
-    hint: str = ""
+    message: Sentence
+    hint: Sentence = ""
 
 
 class Exported(Message):
     kind: Literal["exported"] = "exported"
     job: str
     output: str
-    notes: list[str] = Field(default_factory=list)
+    notes: list[Sentence] = Field(default_factory=list)
 
 
 class Evicted(Message):
@@ -206,8 +215,8 @@ class Failed(Message):
     kind: Literal["failed"] = "failed"
     job: str
     blame: Literal["job", "disk", "plan", "worker"]
-    message: str
-    hint: str = ""
+    message: Sentence
+    hint: Sentence = ""
 
 
 Order = Annotated[Prepare | Load | Run | Export | Evict | Yield | Stop, Field(discriminator="kind")]
@@ -244,4 +253,4 @@ class Decoder:
             try:
                 yield self.adapter.validate_json(body)
             except ValidationError as e:
-                raise ProtocolError(f"not a message: {e.errors()[0]['msg']}") from e
+                raise ProtocolError(f"not a message: {one_line(e.errors()[0]['msg'], 200)}") from e

@@ -13,6 +13,7 @@ from torch import nn
 from rrd.errors import BadJob
 from rrd.models.layers import Linear, Lora
 from rrd.models.registry import CausalLM
+from rrd.ops.grad import moved
 
 
 def attach(
@@ -48,6 +49,7 @@ def attach(
         r = (ranks or {}).get(_leaf(name), rank)
         scale = (2 * r if alpha is None else alpha) / (math.sqrt(r) if rs else r)
         module.lora = _new(module, name, r, scale=scale, dropout=dropout, seed=seed)
+    moved()
     return _in_order(found)
 
 

@@ -130,14 +130,14 @@ def test_dropout_follows_the_seed_and_only_trains(base: Base) -> None:
 def test_dropout_gradients_are_those_of_the_function(base: Base) -> None:
     """Against autograd through the same formula, written plainly, with the same mask."""
     from rrd.models.layers import Linear, Lora
-    from rrd.ops.linear import linear
+    from rrd.ops.linear import Group
 
     module = Linear(6, 5)
     module.weight = torch.nn.Parameter(torch.randn(5, 6), requires_grad=False)
     module.lora = Lora(torch.randn(2, 6), torch.randn(5, 2), scale=1.5, dropout=0.4)
     x = torch.randn(7, 6, requires_grad=True)
     torch.manual_seed(3)
-    y = linear(x, (module,))
+    y = Group(module)(x)
     dy = torch.randn_like(y)
     y.backward(dy)
     ours = x.grad, module.lora.a.grad_place.view, module.lora.b.grad_place.view

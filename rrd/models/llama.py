@@ -16,8 +16,8 @@ from rrd.models.layers import Embedding, Linear, RMSNorm, checkpointed
 from rrd.models.llama_config import MODEL_TYPES, LlamaConfig, read_config
 from rrd.models.registry import CausalLM, Shape
 from rrd.ops.attention import attention
-from rrd.ops.linear import linear
-from rrd.ops.rope import Angles, angles, rope
+from rrd.ops.linear import Group
+from rrd.ops.rope import Angles, angles
 from rrd.ops.swiglu import swiglu
 
 
@@ -31,18 +31,21 @@ class Attention(nn.Module):
         self.k_proj = Linear(c.n_embd, c.n_kv_head * c.head_size, bias=c.qkv_bias)
         self.v_proj = Linear(c.n_embd, c.n_kv_head * c.head_size, bias=c.qkv_bias)
         self.o_proj = Linear(c.n_head * c.head_size, c.n_embd, bias=c.o_bias)
-        self.q_norm = RMSNorm(c.head_size, c.norm_eps) if c.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(c.head_size, c.norm_eps) if c.qk_norm else nn.Identity()
+        self.q_norm = RMSNorm(c.head_size, c.norm_eps) if c.qk_norm else None
+        self.k_norm = RMSNorm(c.head_size, c.norm_eps) if c.qk_norm else None
+        self.qkv, self.o = Group(self.q_proj, self.k_proj, self.v_proj), Group(self.o_proj)
 
     def forward(self, x: Tensor, at: Angles, residual: Tensor, rows: Tensor | None) -> Tensor:
         B, T, _ = x.shape
         H, G, D = self.n_head, self.n_kv_head, self.head_size
-        qkv = linear(x, (self.q_proj, self.k_proj, self.v_proj)).view(B, T, H + 2 * G, D)
-        q, k, v = torch.split(qkv, [H, G, G], 2)  # [B, T, H or G, D]
-        y = attention(rope(self.q_norm(q), at), rope(self.k_norm(k), at), v, window=self.window)
+        qkv = self.qkv(x).view(B, T, H + 2 * G, D)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k, v = torch.split(qkv, [H, G, G], 2)  # [B, T, H or G, D]
+            qkv = torch.cat((self.q_norm(q), self.k_norm(k), v), 2)
+        y = attention(qkv, at, n_head=H, window=self.window)
         if rows is not None:
             y, residual = y.flatten(0, 1)[rows], residual.flatten(0, 1)[rows]
-        return linear(y, (self.o_proj,), residual=residual)
+        return self.o(y, residual)
 
 
 class MLP(nn.Module):
@@ -53,9 +56,10 @@ class MLP(nn.Module):
         self.gate_proj = Linear(c.n_embd, c.n_inner, bias=c.mlp_bias)
         self.up_proj = Linear(c.n_embd, c.n_inner, bias=c.mlp_bias)
         self.down_proj = Linear(c.n_inner, c.n_embd, bias=c.mlp_bias)
+        self.gate_up, self.down = Group(self.gate_proj, self.up_proj), Group(self.down_proj)
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
-        return linear(swiglu(linear(x, (self.gate_proj, self.up_proj))), (self.down_proj,), residual=residual)
+        return self.down(swiglu(self.gate_up(x)), residual)
 
 
 class Block(nn.Module):

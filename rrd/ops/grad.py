@@ -34,7 +34,22 @@ def give_place(param: Tensor, view: Tensor) -> Place:
     """Have ``param``'s gradient written to ``view``, of its shape."""
     place = Place(view)
     param.grad_place = place  # type: ignore[attr-defined]
+    moved()
     return place
+
+
+_generation = 0
+
+
+def generation() -> int:
+    """A number that changes whenever parameters may have moved in memory: what was worked out from places is stale."""
+    return _generation
+
+
+def moved() -> None:
+    """Say that a parameter has a new place, or a module a new parameter."""
+    global _generation
+    _generation += 1
 
 
 def add_product(params: Sequence[Tensor], a: Tensor, b: Tensor, *, scale: float = 1.0) -> None:

@@ -8,12 +8,13 @@ multiplied as one matrix; the adapter adds into the product; a residual is where
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from rrd.ops import grad
 from rrd.ops.grad import add_product, add_sum, adjoin
 
 
@@ -26,143 +27,174 @@ class Adapter(Protocol):
     dropout: float
 
 
-class Part(NamedTuple):
-    """One linear of a group: weight [out, in], bias [out], adapter."""
+class LinearLike(Protocol):
+    """What a product needs of a linear module: weight [out, in], bias [out], adapter."""
 
-    weight: Tensor
-    bias: Tensor | None
-    lora: Adapter | None
+    weight: Any
+    bias: Any
+    lora: Any
+    training: bool
+
+
+class Adapted(NamedTuple):
+    """An adapter, its first column in the packed output and in h = A x, and how many columns it has there."""
+
+    lora: Adapter
+    column: int
+    width: int
+    first: int
+    rank: int
 
 
 class Group:
-    """What the forward pass knows of its linears and the backward pass needs again."""
+    """Linears that see one input. Calling it multiplies: x [..., in] -> [..., sum of outs], packed."""
 
-    def __init__(self, parts: Sequence[Part], training: bool) -> None:
-        self.parts = parts
-        self.sizes = [p.weight.shape[0] for p in parts]
-        self.columns = _slices(self.sizes)
-        self.adapted = [(c, p.lora) for c, p in zip(self.columns, parts, strict=True) if p.lora is not None]
-        self.ranks = [lora.a.shape[0] for _, lora in self.adapted]
-        drops = {lora.dropout for _, lora in self.adapted} or {0.0}
+    def __init__(self, *linears: LinearLike) -> None:
+        self.linears = linears
+        self._plan: Plan | None = None
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """``residual`` [..., sum of outs] is added. With dropout, one mask of x serves the whole group."""
+        plan = self._plan
+        if plan is None or plan.generation != grad.generation() or plan.dtype != x.dtype:
+            plan = self._plan = Plan(self.linears, x.dtype)
+        dropout = plan.dropout if self.linears[0].training else 0.0
+        y: Tensor = _Linear.apply(x, residual, plan, dropout, plan.anchor)  # type: ignore[no-untyped-call]
+        return y
+
+
+class Plan:
+    """A group as it stands in memory now; good until a parameter is moved (``rrd.ops.grad.generation``)."""
+
+    def __init__(self, linears: Sequence[LinearLike], dtype: torch.dtype) -> None:
+        self.generation, self.dtype = grad.generation(), dtype
+        self.linears = linears
+        self.widths = [m.weight.shape[0] for m in linears]
+        self.columns = [sum(self.widths[:i]) for i in range(len(linears))]
+        self.width = sum(self.widths)
+        self._weights = _joined([m.weight for m in linears])
+        placed = zip(linears, self.columns, self.widths, strict=True)
+        self.biased = [(m, column, width) for m, column, width in placed if m.bias is not None]
+        self.trains_weights = all(m.weight.requires_grad for m in linears)
+        self.adapted = self._adapted()
+        self._a = _joined([ad.lora.a for ad in self.adapted]) if self.adapted else []
+        self.rank = sum(ad.rank for ad in self.adapted)
+        drops = {ad.lora.dropout for ad in self.adapted} or {0.0}
         assert len(drops) == 1, "one dropout a group: its linears see one input"
-        self.dropout = drops.pop() if training else 0.0
+        self.dropout = drops.pop()
+        trained = [p for m in linears for p in (m.weight, m.bias) if p is not None and p.requires_grad]
+        self.anchor = (trained + [ad.lora.a for ad in self.adapted] + [None])[0]
+        """Any parameter that is trained: it makes the product part of the graph when x alone would not."""
+        self.keeps_input = self.trains_weights or bool(self.adapted)
 
-    def weights(self, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-        """The weights as ``dtype``, in as few matrices as can be, each with its columns of the packed output."""
-        weights = [p.weight for p in self.parts]
-        joined = adjoin(weights)
-        if joined is not None:
-            yield slice(0, joined.shape[0]), joined.to(dtype)
-            return
-        for columns, w in zip(self.columns, weights, strict=True):
-            yield columns, w.detach().to(dtype)
+    def _adapted(self) -> list[Adapted]:
+        adapted, first = [], 0
+        for m, column, width in zip(self.linears, self.columns, self.widths, strict=True):
+            if m.lora is not None:
+                adapted.append(Adapted(m.lora, column, width, first, m.lora.a.shape[0]))
+                first += m.lora.a.shape[0]
+        return adapted
 
-    def a(self, dtype: torch.dtype) -> Tensor:
+    def weights(self) -> list[tuple[int, Tensor]]:
+        """(first column of the packed output, weight [columns, in]): as few matrices as can be."""
+        starts, column = [], 0
+        for w in self._weights:
+            starts.append((column, w.to(self.dtype)))
+            column += w.shape[0]
+        return starts
+
+    def a(self) -> Tensor:
         """All A's, one below the other: [sum of ranks, in]."""
-        tensors = [lora.a for _, lora in self.adapted]
-        joined = adjoin(tensors)
-        return (torch.cat(tensors).detach() if joined is None else joined).to(dtype)
+        a = self._a[0] if len(self._a) == 1 else torch.cat(self._a)
+        return a.to(self.dtype)
 
 
-def _slices(sizes: Sequence[int]) -> list[slice]:
-    slices, start = [], 0
-    for size in sizes:
-        slices.append(slice(start, start + size))
-        start += size
-    return slices
+def _joined(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The matrices as one, if they are neighbours in memory, or as they are."""
+    joined = adjoin(tensors)
+    return [t.detach() for t in tensors] if joined is None else [joined]
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, residual: Tensor | None, group: Group, *trained: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, residual: Tensor | None, plan: Plan, dropout: float, anchor: Tensor | None
+    ) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
-        y = _products(flat, None if residual is None else residual.reshape(-1, residual.shape[-1]), group)
-        seen = mask = h = None
-        if group.adapted:
-            seen, mask = flat, None
-            if group.dropout:
-                seen, mask = torch.native_dropout(flat, group.dropout, True)
-            h = torch.mm(seen, group.a(x.dtype).t())  # [M, sum of ranks]
-            for (columns, lora), hi in zip(group.adapted, torch.split(h, group.ranks, 1), strict=True):
-                y[:, columns].addmm_(hi, lora.b.to(x.dtype).t(), alpha=lora.scale)
-        ctx.group, ctx.shape = group, x.shape
-        keep = group.adapted or any(p.weight.requires_grad for p in group.parts)
-        ctx.save_for_backward(flat if keep else None, seen if mask is not None else None, mask, h)
-        return y.view(*x.shape[:-1], y.shape[1])
+        y = _products(flat, None if residual is None else residual.reshape(-1, plan.width), plan)
+        seen, mask, h = flat, None, None
+        if plan.adapted:
+            if dropout:
+                seen, mask = torch.native_dropout(flat, dropout, True)
+            h = torch.mm(seen, plan.a().t())  # [M, sum of ranks]
+            for lora, column, width, first, rank in plan.adapted:
+                part, hi = _columns(y, column, width), _columns(h, first, rank)
+                part.addmm_(hi, lora.b.detach().to(y.dtype).t(), alpha=lora.scale)
+        ctx.plan, ctx.dropout, ctx.shape = plan, dropout, x.shape
+        ctx.save_for_backward(seen if plan.keeps_input else None, mask, h)
+        return y.view(*x.shape[:-1], plan.width)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        flat, seen, mask, h = ctx.saved_tensors
-        group: Group = ctx.group
-        g = dy.reshape(-1, dy.shape[-1])
-        dx = _input_grad(g, group) if ctx.needs_input_grad[0] else None
-        _weight_grads(g, flat, group)
-        if group.adapted:
-            dh = _adapter_grads(g, flat if seen is None else seen, h, group)
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        seen, mask, h = ctx.saved_tensors
+        plan: Plan = ctx.plan
+        g = dy.reshape(-1, plan.width)
+        dx = _input_grad(g, plan) if ctx.needs_input_grad[0] else None
+        if plan.trains_weights:
+            add_product([m.weight for m in plan.linears], g, seen)
+        for m, column, width in plan.biased:
+            if m.bias.requires_grad:
+                add_sum(m.bias, _columns(g, column, width))
+        if plan.adapted:
+            dh = _adapter_grads(g, seen, h, plan)
             if dx is not None:
-                _add_through_adapters(dx, dh, mask, group)
-        rest = (None,) * (len(ctx.needs_input_grad) - 3)
-        return None if dx is None else dx.view(ctx.shape), dy if ctx.needs_input_grad[1] else None, None, *rest
+                _add_through_adapters(dx, dh, mask, ctx.dropout, plan)
+        return None if dx is None else dx.view(ctx.shape), dy if ctx.needs_input_grad[1] else None, None, None, None
 
 
-def _products(x: Tensor, residual: Tensor | None, group: Group) -> Tensor:
+def _columns(x: Tensor, first: int, width: int) -> Tensor:
+    return x if width == x.shape[1] else x.narrow(1, first, width)
+
+
+def _products(x: Tensor, residual: Tensor | None, plan: Plan) -> Tensor:
     """[M, sum of outs]: residual + W x + bias."""
-    y = x.new_empty(x.shape[0], sum(group.sizes)) if residual is None else residual.clone()
-    for columns, w in group.weights(x.dtype):
-        if residual is None:
-            torch.mm(x, w.t(), out=y[:, columns])
-        else:
-            y[:, columns].addmm_(x, w.t())
-    for columns, part in zip(group.columns, group.parts, strict=True):
-        if part.bias is not None:
-            y[:, columns].add_(part.bias.detach())
+    weights = plan.weights()
+    if len(weights) == 1:
+        w = weights[0][1].t()
+        y = torch.mm(x, w) if residual is None else torch.addmm(residual, x, w)
+    else:
+        y = x.new_empty(x.shape[0], plan.width) if residual is None else residual.clone()
+        for column, w in weights:
+            part = y.narrow(1, column, w.shape[0])
+            torch.addmm(part, x, w.t(), beta=0.0 if residual is None else 1.0, out=part)
+    for m, column, width in plan.biased:
+        _columns(y, column, width).add_(m.bias.detach())
     return y
 
 
-def _input_grad(dy: Tensor, group: Group) -> Tensor:
+def _input_grad(dy: Tensor, plan: Plan) -> Tensor:
     """dy W, over all of the group."""
     dx: Tensor | None = None
-    for columns, w in group.weights(dy.dtype):
-        dx = torch.mm(dy[:, columns], w) if dx is None else dx.addmm_(dy[:, columns], w)
+    for column, w in plan.weights():
+        part = _columns(dy, column, w.shape[0])
+        dx = torch.mm(part, w) if dx is None else dx.addmm_(part, w)
     assert dx is not None
     return dx
 
 
-def _weight_grads(dy: Tensor, x: Tensor, group: Group) -> None:
-    if all(p.weight.requires_grad for p in group.parts):
-        add_product([p.weight for p in group.parts], dy, x)
-    for columns, part in zip(group.columns, group.parts, strict=True):
-        if part.bias is not None and part.bias.requires_grad:
-            add_sum(part.bias, dy[:, columns])
-
-
-def _adapter_grads(dy: Tensor, x: Tensor, h: Tensor, group: Group) -> Tensor:
+def _adapter_grads(dy: Tensor, x: Tensor, h: Tensor, plan: Plan) -> Tensor:
     """Adds to the gradients of all A and B; returns the gradient of h = A x, [M, sum of ranks]."""
     dh = torch.empty_like(h)
-    split = torch.split(h, group.ranks, 1), torch.split(dh, group.ranks, 1)
-    for (columns, lora), hi, dhi in zip(group.adapted, *split, strict=True):
-        g = dy[:, columns]
-        torch.addmm(dhi, g, lora.b.to(g.dtype), beta=0.0, alpha=lora.scale, out=dhi)
-        add_product([lora.b], g, hi, scale=lora.scale)
-    add_product([lora.a for _, lora in group.adapted], dh, x)
+    for lora, column, width, first, rank in plan.adapted:
+        g, dhi = _columns(dy, column, width), _columns(dh, first, rank)
+        torch.addmm(dhi, g, lora.b.detach().to(g.dtype), beta=0.0, alpha=lora.scale, out=dhi)
+        add_product([lora.b], g, _columns(h, first, rank), scale=lora.scale)
+    add_product([ad.lora.a for ad in plan.adapted], dh, x)
     return dh
 
 
-def _add_through_adapters(dx: Tensor, dh: Tensor, mask: Tensor | None, group: Group) -> None:
-    a = group.a(dx.dtype)
+def _add_through_adapters(dx: Tensor, dh: Tensor, mask: Tensor | None, dropout: float, plan: Plan) -> None:
     if mask is None:
-        dx.addmm_(dh, a)
+        dx.addmm_(dh, plan.a())
     else:
-        dx.addcmul_(torch.mm(dh, a), mask.to(dx.dtype), value=1.0 / (1.0 - group.dropout))
-
-
-def linear(x: Tensor, parts: Sequence[Any], *, residual: Tensor | None = None) -> Tensor:
-    """The packed outputs [..., sum of outs] of modules with ``weight``, ``bias`` and ``lora`` on x [..., in].
-
-    ``residual`` [..., sum of outs] is added. With dropout, one mask of x serves the whole group.
-    """
-    group = Group([Part(p.weight, p.bias, p.lora) for p in parts], training=parts[0].training)
-    trained = [t for p in group.parts for t in (p.weight, p.bias) if t is not None and t.requires_grad]
-    trained += [t for _, lora in group.adapted for t in (lora.a, lora.b)]
-    y: Tensor = _Linear.apply(x, residual, group, *trained)  # type: ignore[no-untyped-call]
-    return y
+        dx.addcmul_(torch.mm(dh, plan.a()), mask.to(dx.dtype), value=1.0 / (1.0 - dropout))

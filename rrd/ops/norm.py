@@ -14,7 +14,8 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         xf = x.float()
-        rstd = torch.linalg.vector_norm(xf, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        norm = torch.linalg.vector_norm(xf, dim=-1, keepdim=True)
+        rstd = norm.square_().mul_(1.0 / x.shape[-1]).add_(eps).rsqrt_()
         ctx.weight = weight
         ctx.save_for_backward(x, rstd)
         y: Tensor = (xf * rstd).mul_(weight)

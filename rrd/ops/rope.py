@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,27 +21,14 @@ def angles(positions: Tensor, inverse_frequencies: Tensor, dtype: torch.dtype) -
     return Angles(a.cos().to(dtype), a.sin().to(dtype))
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
+def rotate(x: Tensor, at: Angles, out: Tensor, *, back: bool = False) -> Tensor:
+    """Turn each pair (i, i + D/2) of x [B, T, H, D] by its angle, or back by it, into ``out`` of the same shape.
+
+    Turning back is the transpose, and so the gradient. ``out`` must not overlap ``x``.
+    """
+    sign = -1.0 if back else 1.0
     x1, x2 = x.chunk(2, -1)
-    y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    y1, y2 = y.chunk(2, -1)
-    torch.mul(x1, cos, out=y1).addcmul_(x2, sin, value=-sign)
-    torch.mul(x2, cos, out=y2).addcmul_(x1, sin, value=sign)
-    return y
-
-
-class _Rope(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.angles = Angles(cos, sin)
-        return _rotate(x, cos, sin, 1.0)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        return _rotate(dy, ctx.angles.cos, ctx.angles.sin, -1.0), None, None
-
-
-def rope(x: Tensor, at: Angles) -> Tensor:
-    """x [B, T, H, D], each pair (i, i + D/2) turned by its angle; the gradient is turned back."""
-    y: Tensor = _Rope.apply(x, at.cos, at.sin)  # type: ignore[no-untyped-call]
-    return y
+    y1, y2 = out.chunk(2, -1)
+    torch.mul(x1, at.cos, out=y1).addcmul_(x2, at.sin, value=-sign)
+    torch.mul(x2, at.cos, out=y2).addcmul_(x1, at.sin, value=sign)
+    return out

@@ -23,7 +23,7 @@ class _SwiGLU(torch.autograd.Function):
         grad = torch.empty_like(packed)
         d_gate, d_up = grad.chunk(2, -1)
         torch.mul(dy, silu(gate), out=d_up)
-        d_gate.copy_(torch.ops.aten.silu_backward(dy * up, gate))
+        torch.ops.aten.silu_backward.grad_input(dy * up, gate, grad_input=d_gate)
         return grad
 
 

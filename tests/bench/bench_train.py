@@ -14,15 +14,18 @@ import argparse
 import contextlib
 import io
 import itertools
+import json
 import math
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from subprocess import DEVNULL, PIPE
+from typing import Any, NamedTuple
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -45,21 +48,19 @@ SIZES = {
 }
 TARGETS = Llama.lora_targets
 RANK = 32
+HERE = str(Path(__file__).parent)
 
 
 def main() -> None:
     args = _arguments()
-    global clock
-    clock = time.process_time if args.clock == "cpu" else time.perf_counter
-    torch.set_num_threads(args.threads)
-    torch.set_flush_denormal(True)
+    settle(args.threads)
     ratios: dict[bool, list[float]] = {False: [], True: []}
     print(f"torch {torch.__version__}, {args.threads} thread(s); GEMM rate "
           + ", ".join(f"{d} {gemm_rate(getattr(torch, d)):.0f}" for d in ("float32", "bfloat16")) + " GFLOP/s")
-    for model, seq, dtype, method, masked in figures(args):
+    for figure in figures(args):
         with tempfile.TemporaryDirectory() as where:
-            make_model(model, where, dtype)
-            ratios[masked > 0].append(compare(args, model, where, seq, dtype, method, masked))
+            make_model(figure, where)
+            ratios[figure.masked > 0].append(compare(args, where, figure))
     for masked, values in ratios.items():
         if values:
             mean = math.exp(statistics.fmean(map(math.log, values)))
@@ -82,15 +83,26 @@ def _arguments() -> argparse.Namespace:
     return p.parse_args()
 
 
-def figures(args: argparse.Namespace) -> list[tuple[str, int, str, str, float]]:
+class Figure(NamedTuple):
+    """What is measured: ``masked`` is the share of each sample without a label."""
+
+    model: str
+    seq: int
+    dtype: str
+    method: str
+    masked: float
+
+
+def figures(args: argparse.Namespace) -> list[Figure]:
     """What to measure: the options given, and the whole list along those that are not."""
-    grid = itertools.product(
+    grid = itertools.starmap(Figure, itertools.product(
         [args.model] if args.model else list(SIZES), [args.seq] if args.seq else [256, 512],
         [args.dtype] if args.dtype else ["float32", "bfloat16"], [args.method] if args.method else ["lora", "full"],
         [0.0, 0.5] if args.masked is None else [args.masked],
-    )
+    ))
     full_given = args.method == "full"
-    return [f for f in grid if f[3] == "lora" or full_given or (f[0] == "12m" and f[2] == "float32" and f[4] == 0)]
+    return [f for f in grid if f.method == "lora" or full_given
+            or (f.model, f.dtype, f.masked) == ("12m", "float32", 0.0)]
 
 
 def gemm_rate(dtype: torch.dtype, n: int = 1024) -> float:
@@ -99,132 +111,166 @@ def gemm_rate(dtype: torch.dtype, n: int = 1024) -> float:
     return 2 * n**3 / min(seconds(lambda: torch.mm(a, b)) for _ in range(10)) / 1e9
 
 
-clock = time.perf_counter
+def settle(threads: int) -> None:
+    """Both sides run under the same settings."""
+    torch.set_num_threads(threads)
+    torch.set_flush_denormal(True)
 
 
 def seconds(call: Callable[[], object]) -> float:
-    start = clock()
+    start = time.perf_counter()
     call()
-    return clock() - start
+    return time.perf_counter() - start
 
 
-def make_model(size: str, where: str, dtype: str) -> None:
+def make_model(figure: Figure, where: str) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(**SIZES[size], tie_word_embeddings=False, max_position_embeddings=2048)
+    config = LlamaConfig(**SIZES[figure.model], tie_word_embeddings=False, max_position_embeddings=2048)
     with contextlib.redirect_stderr(io.StringIO()):
-        LlamaForCausalLM(config).to(getattr(torch, dtype)).save_pretrained(where)
+        LlamaForCausalLM(config).to(getattr(torch, figure.dtype)).save_pretrained(where)
 
 
-def samples(size: str, seq: int, masked: float, n: int = 16) -> tuple[Tensor, Tensor]:
+def samples(figure: Figure, n: int = 16) -> tuple[Tensor, Tensor]:
     """idx and labels (not shifted, as Trainer takes them): [n, seq] each."""
-    idx = torch.randint(SIZES[size]["vocab_size"], (n, seq), generator=torch.Generator().manual_seed(1))
+    words, generator = SIZES[figure.model]["vocab_size"], torch.Generator().manual_seed(1)
+    idx = torch.randint(words, (n, figure.seq), generator=generator)
     labels = idx.clone()
-    labels[:, : int(seq * masked)] = NO_LABEL
+    labels[:, : int(figure.seq * figure.masked)] = NO_LABEL
     return idx, labels
 
 
-def flops_per_token(size: str, seq: int, method: str) -> float:
+def flops_per_token(figure: Figure) -> float:
     """Of forward and backward: 2 a weight and product; attention counted causal, its backward as 2.5 forwards."""
-    s = SIZES[size]
+    s = SIZES[figure.model]
     C, F, L, V = s["hidden_size"], s["intermediate_size"], s["num_hidden_layers"], s["vocab_size"]
     linear, head = L * (4 * C * C + 3 * C * F), V * C
     lora = L * RANK * (4 * 2 * C + 3 * (C + F))
-    products = 6 * (linear + head) if method == "full" else 4 * (linear + head) + 6 * lora
-    return products + 7 * L * C * seq
+    products = 6 * (linear + head) if figure.method == "full" else 4 * (linear + head) + 6 * lora
+    return products + 7 * L * C * figure.seq
 
 
-def ours(where: str, dtype: str, method: str, idx: Tensor, labels: Tensor) -> Callable[[], object]:
+def ours(where: str, figure: Figure) -> Callable[[], object]:
     """One step of our job a call."""
-    full = method == "full"
-    stored, compute = choose(dtype, "cpu", trainable=full)
+    full = figure.method == "full"
+    stored, compute = choose(figure.dtype, "cpu", trainable=full)
     base = load_base(where, dtype=stored, compute=compute, trainable=full, store_dir=where + "/store")
     model = build(base)
     trained = list(model.named_parameters()) if full else attach(model, targets=TARGETS, rank=RANK, seed=0)
     optimizer = AdamW(trained)
+    idx, labels = samples(figure)
     shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=NO_LABEL)
     turns = itertools.cycle([Batch(idx[i : i + 1], shifted[i : i + 1]) for i in range(len(idx))])
     return lambda: train_step(model, optimizer, [next(turns)], lr=1e-4, clip_norm=1.0, seeds=[0])
 
 
-class Peer:
-    """Hugging Face's Trainer in a thread of its own, let through one step at a time."""
+class Side:
+    """One of the two, in a process of its own: it reads how many steps to take, and answers with the seconds."""
 
-    def __init__(self, where: str, dtype: str, method: str, idx: Tensor, labels: Tensor, steps: int) -> None:
-        self._go, self._done = threading.Semaphore(0), threading.Semaphore(0)
-        self._error: BaseException | None = None
-        self._job = (where, dtype, method, idx, labels, steps)
-        threading.Thread(target=self._run, daemon=True).start()
+    def __init__(self, who: str, args: argparse.Namespace, where: str, figure: Figure) -> None:
+        code = f"import sys; sys.path.insert(0, {HERE!r}); import bench_train; bench_train.serve()"
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code], stdin=PIPE, stdout=PIPE, stderr=DEVNULL, text=True)
+        self._say({"who": who, "where": where, "threads": args.threads, "clock": args.clock, "figure": figure})
+        self.steps(2)
 
-    def __call__(self) -> None:
-        self._go.release()
-        self._done.acquire()
-        if self._error:
-            raise self._error
+    def steps(self, n: int) -> float:
+        """Seconds a step."""
+        self._say(n)
+        assert self.process.stdout
+        line = self.process.stdout.readline()
+        if not line:
+            raise SystemExit("a side of the comparison died; run it with --alone, or look at serve()")
+        return float(line) / n
 
-    def _run(self) -> None:
-        try:
-            torch.set_num_threads(torch.get_num_threads())
-            trainer(*self._job, gate=self).train()
-        except BaseException as e:
-            self._error = e
-        self._done.release()
+    def _say(self, what: object) -> None:
+        assert self.process.stdin
+        self.process.stdin.write(json.dumps(what) + "\n")
+        self.process.stdin.flush()
+
+    def close(self) -> None:
+        assert self.process.stdin
+        self.process.stdin.close()
+        self.process.wait(30)
 
 
-def trainer(where: str, dtype: str, method: str, idx: Tensor, labels: Tensor, steps: int, gate: Peer) -> Any:
+def serve() -> None:
+    """The child's side of ``Side``."""
+    order = json.loads(sys.stdin.readline())
+    settle(order["threads"])
+    now = time.process_time if order["clock"] == "cpu" else time.perf_counter
+    out, sys.stdout = sys.stdout, sys.stderr
+    figure = Figure(*order["figure"])
+    if order["who"] == "rrd":
+        step = ours(order["where"], figure)
+        for line in sys.stdin:
+            start = now()
+            for _ in range(int(line)):
+                step()
+            print(now() - start, file=out, flush=True)
+        return
+
+    def answers() -> Iterator[None]:
+        """Yields after every step that may be taken."""
+        for line in sys.stdin:
+            start = now()
+            for _ in range(int(line)):
+                yield
+            print(now() - start, file=out, flush=True)
+
+    peer(order["where"], figure, answers())
+
+
+def peer(where: str, figure: Figure, turns: Iterator[None]) -> None:
+    """Hugging Face's Trainer, let through one step a turn."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
     class Gate(TrainerCallback):  # type: ignore[misc]
         def on_train_begin(self, *_: Any, **__: Any) -> None:
-            gate._go.acquire()
+            next(turns)
 
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            gate._done.release()
-            gate._go.acquire()
+        def on_step_end(self, args: Any, state: Any, control: Any, **__: Any) -> None:
+            if next(turns, "end") == "end":
+                control.should_training_stop = True
 
-    model = AutoModelForCausalLM.from_pretrained(where, dtype=getattr(torch, dtype))
-    if method == "lora":
+    model = AutoModelForCausalLM.from_pretrained(where, dtype=getattr(torch, figure.dtype))
+    if figure.method == "lora":
         model = get_peft_model(model, LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=list(TARGETS)))
-    data = [{"input_ids": i, "labels": y} for i, y in zip(idx, labels, strict=True)]
+    idx, labels = samples(figure)
     arguments = TrainingArguments(
-        output_dir=where + "/peer", per_device_train_batch_size=1, max_steps=steps, learning_rate=1e-4,
+        output_dir=where + "/peer", per_device_train_batch_size=1, max_steps=10**6, learning_rate=1e-4,
         lr_scheduler_type="constant", report_to=[], save_strategy="no", use_cpu=True, disable_tqdm=True,
         dataloader_pin_memory=False, logging_strategy="no",
     )
-    return Trainer(model=model, args=arguments, train_dataset=data, callbacks=[Gate()])
+    data = [{"input_ids": i, "labels": y} for i, y in zip(idx, labels, strict=True)]
+    Trainer(model=model, args=arguments, train_dataset=data, callbacks=[Gate()]).train()
 
 
-def compare(args: argparse.Namespace, size: str, where: str, seq: int, dtype: str, method: str, masked: float) -> float:
-    idx, labels = samples(size, seq, masked)
-    mine = ours(where, dtype, method, idx, labels)
-    mine(), mine()
+def compare(args: argparse.Namespace, where: str, figure: Figure) -> float:
     if args.profile:
-        profile(mine)
+        profile(ours(where, figure))
         return 1.0
-    steps = args.steps or max(1, round(2.0 / seconds(mine)))
-    peer = None if args.alone else Peer(where, dtype, method, idx, labels, steps * args.rounds + 3)
-    if peer:
-        peer(), peer()
-    times: tuple[list[float], list[float]] = ([], [])
+    sides = [Side(who, args, where, figure) for who in (["rrd"] if args.alone else ["rrd", "peer"])]
+    steps = args.steps or max(1, round(2.0 / sides[0].steps(1)))
+    times: list[list[float]] = [[], []]
     for _ in range(args.rounds):
-        for side, call in enumerate([mine, peer]):
-            if call:
-                times[side].append(seconds(lambda call=call: [call() for _ in range(steps)]) / steps)
-    return report(size, seq, dtype, method, masked, times)
+        for i, side in enumerate(sides):
+            times[i].append(side.steps(steps))
+    for side in sides:
+        side.close()
+    return report(figure, times)
 
 
-def report(
-    size: str, seq: int, dtype: str, method: str, masked: float, times: tuple[list[float], list[float]]
-) -> float:
-    work = flops_per_token(size, seq, method) * seq
-    line = f"{size:>5} seq {seq} {dtype:8} {method} masked {masked:.1f}:"
+def report(figure: Figure, times: list[list[float]]) -> float:
+    work = flops_per_token(figure) * figure.seq
+    line = f"{figure.model:>5} seq {figure.seq} {figure.dtype:8} {figure.method} masked {figure.masked:.1f}:"
+    rate = gemm_rate(getattr(torch, figure.dtype))
     for who, side in zip(("rrd", "peer"), times, strict=True):
         if side:
             t = statistics.median(side)
-            share = work / t / 1e9 / gemm_rate(torch.float32 if who == "rrd" else getattr(torch, dtype))
-            line += f"  {who} {seq / t:7.0f} tok/s ({share:4.0%} of GEMM)"
+            line += f"  {who} {figure.seq / t:7.0f} tok/s ({work / t / 1e9 / rate:4.0%} of GEMM)"
     ratio = statistics.median(times[1]) / statistics.median(times[0]) if times[1] else 1.0
     print(line + f"  ratio {ratio:.2f}", flush=True)
     return ratio

@@ -125,11 +125,15 @@ class Progress(Message):
 
 
 class Prepared(Message):
+    """``needs_bytes`` of a die's memory, ``base_bytes`` of them for weights that jobs on one die share; estimates."""
+
     kind: Literal["prepared"] = "prepared"
     job: str
     samples: int
     tokens: int
     bad_lines: int
+    needs_bytes: int = 0
+    base_bytes: int = 0
     notes: list[Sentence] = Field(default_factory=list)
 
 

@@ -173,7 +173,7 @@ class Scheduler:
                 job.record.why = "in line: jobs whose files are older come first"
 
     def _place(self, ready: list[Job]) -> None:
-        wishes = [Candidate(j.id, j.spec.die, base_key=j.spec.model if j.spec.method == "lora" else "") for j in ready]
+        wishes = [Candidate(j.id, j.spec.die, j.needs_bytes, j.base_key, j.base_bytes) for j in ready]
         placed, waits = place(wishes, [self._facts(i, lane, die) for i, (lane, die) in self._numbered().items()])
         for job_id, index in placed:
             lane, die = self._numbered()[index]
@@ -183,10 +183,13 @@ class Scheduler:
             self.jobs[job_id].record.why = why
 
     def _facts(self, index: int, lane: Lane, die: Die) -> DieFacts:
+        total = self.config.die_memory or (die.ready.memory_bytes if die.ready else None)
+        bases = {j.base_key: j.base_bytes for j in die.jobs.values() if j.base_key}
+        used = sum(j.needs_bytes - j.base_bytes for j in die.jobs.values()) + sum(bases.values())
         return DieFacts(
             index=index, lane=lane.name, name=die.name, uuid=die.ready.uuid if die.ready else "",
             pci=die.ready.pci_bus_id if die.ready else "", jobs=len(die.jobs), slots=self.config.jobs_per_die,
-            base_keys=frozenset(j.spec.model for j in die.jobs.values() if j.spec.method == "lora"),
+            bytes_free=None if total is None else total - used, bytes_total=total, base_keys=frozenset(bases),
             fenced=bool(die.fenced))
 
     def _numbered(self) -> dict[int, tuple[Lane, Die]]:

@@ -94,10 +94,11 @@ class Loop:
         return lambda what, share: self.channel.progress(job, what, share)
 
     def _prepare(self, order: Prepare) -> None:
-        resident.check(order.spec, Path(order.output))
+        needs = resident.check(order.spec, Path(order.output))
         train, _ = resident.prepare(order.spec, self.settings.cache_dir, self._alive(order.job))
         self.channel.send(Prepared(job=order.job, samples=train.samples, tokens=train.tokens,
-                                   bad_lines=train.bad_count, notes=train.notes()))
+                                   bad_lines=train.bad_count, needs_bytes=needs.total, base_bytes=needs.base,
+                                   notes=train.notes()))
 
     def _load(self, order: Load) -> None:
         start = time.monotonic()

@@ -22,7 +22,9 @@ from rrd.job import JobSpec
 from rrd.messages import Load
 from rrd.models import Base, dtypes, load_base
 from rrd.models.files import inspect
+from rrd.safetensors_header import home_of
 from rrd.train import data
+from rrd.train.memory import Needs, estimate
 from rrd.train.publish import check_output
 from rrd.train.state import FORMAT, STATE, TENSORS, Staging, differences, restore
 from rrd.train.trainer import Trainer
@@ -77,17 +79,22 @@ class Resident:
         self.lock.close()
 
 
-def check(spec: JobSpec, output: Path) -> None:
-    """What would stop the job only later, on a die or at its end: the model's files and the output. Raises BadJob."""
-    inspect(Path(spec.model))
+def check(spec: JobSpec, output: Path) -> Needs:
+    """Look at what would stop the job only later, on a die or at its end; says how much memory it will need.
+
+    Raises BadJob.
+    """
+    files = inspect(Path(spec.model))
     check_output(output)
+    stored = dtypes.OF_NAME.get(spec.dtype, torch.float32)  # "auto" is the die's to choose; assume the larger
+    return estimate(spec, files, stored, cuda=torch.version.cuda is not None)
 
 
 def prepare(spec: JobSpec, cache_dir: Path, alive: Alive) -> tuple[data.Prepared, data.Prepared | None]:
     """Tokenize the job's data, and the held-out data if it has any, into the cache; quick when done before."""
 
     def one(path: str, what: str) -> data.Prepared:
-        return data.prepare(path, spec.tokenizer or spec.model, seq_len=spec.seq_len, too_long=spec.too_long,
+        return data.prepare(path, spec.tokenizer or str(home_of(Path(spec.model))), seq_len=spec.seq_len, too_long=spec.too_long,
                             max_bad_lines=spec.max_bad_lines, cache_dir=cache_dir / "data",
                             progress=lambda share: alive(what, share))
 

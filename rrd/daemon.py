@@ -60,6 +60,7 @@ class Daemon:
         self._stop = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._beat = 0.0
+        self._disk: tuple[int, int] | None = None
 
     # --- start, run, stop ---
 
@@ -229,6 +230,7 @@ class Daemon:
     async def _keep_status(self) -> None:
         while True:
             self.notify.status(self._summary())
+            self._disk = await asyncio.to_thread(durable.space, self.config.state_dir)
             await asyncio.to_thread(self._write_status, self.snapshot())
             await asyncio.sleep(STATUS_SECONDS)
 
@@ -249,7 +251,9 @@ class Daemon:
             version=__version__, pid=os.getpid(), time=time.time(), started_at=self.started_at,
             state_dir=str(self.config.state_dir), jobs_dir=str(self.config.jobs_dir), stopping=self._stop.is_set(),
             config_error=self.config_error, spool_error=scan.unavailable.sentence if scan and scan.unavailable else "",
-            spool_watch_healthy=self.watch.healthy, jobs=[j.view() for j in s.jobs.values()],
+            spool_watch_healthy=self.watch.healthy,
+            disk_free_bytes=self._disk and self._disk[0], disk_size_bytes=self._disk and self._disk[1],
+            jobs=[j.view() for j in s.jobs.values()],
             dies=[d for lane in s.lanes.values() for d in lane.die_views()],
             lanes=[lane.view() for lane in s.lanes.values()], rejected=self.intake.rejected_views())
 

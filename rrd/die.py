@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 
 from rrd.config import Config, DieSpec
 from rrd.handle import Worker
 from rrd.messages import Ready
 from rrd.roster import Job
-from rrd.snapshot import DieView
+from rrd.snapshot import DieView, VisitView
+
+VISITS = 48
+"""Visits that a die remembers, for the timeline."""
 
 
 @dataclass(eq=False)
@@ -25,6 +29,9 @@ class Die:
     """Why no job may be here; empty: it may."""
     suspect: str = ""
     """The job on whose visit the worker died last, until a visit succeeds."""
+    since: float | None = None
+    """Unix time at which the visit in progress began."""
+    visits: deque[VisitView] = field(default_factory=lambda: deque(maxlen=VISITS))
     refusal: str = ""
     """Why the gate did not grant it last time; empty after a grant."""
 
@@ -48,7 +55,7 @@ class Die:
                  else "idle" if self.alive else "off")
         return DieView(
             name=self.name, lane=self.spec.lane, device=self.spec.device, state=state, why=self.fenced or self.refusal,
-            jobs=sorted(self.jobs), computing=computing,
+            jobs=sorted(self.jobs), computing=computing, since=self.since, visits=list(self.visits),
             worker_pid=self.worker.pid if self.worker and self.alive else None, restarts=max(0, self.restarts),
             refusals=self.refusals, retry_at=retry_at, model=ready.model if ready else "",
             uuid=ready.uuid if ready else "", pci_bus_id=ready.pci_bus_id if ready else "",

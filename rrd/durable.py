@@ -331,6 +331,15 @@ class Log:
         self.disk.close(self._fd)
 
 
+def space(path: Path) -> tuple[int, int] | None:
+    """(bytes that we may still write, bytes in all) of the file system that holds ``path``; None if it will not say."""
+    try:
+        s = os.statvfs(path)
+    except OSError:
+        return None
+    return s.f_bavail * s.f_frsize, s.f_blocks * s.f_frsize
+
+
 def lock(path: Path, *, what: str) -> IO[bytes]:
     """Hold ``path`` exclusively for as long as the returned file is open.
 

@@ -36,7 +36,7 @@ from rrd.messages import (
 )
 from rrd.roster import Job, Leave
 from rrd.rotation import Rotation, Turn
-from rrd.snapshot import DieView, LaneView
+from rrd.snapshot import DieView, LaneView, VisitView
 
 RETRY_SECONDS = 15.0
 """How often a job that waits for its disk tries to save again."""
@@ -183,6 +183,7 @@ class Lane:
 
     async def _visit(self, job: Job, die: Die, turn: Turn) -> None:
         self.computing = job, die
+        die.since, before = self.wall(), job.steps_run
         try:
             worker = await self._worker(die)
             if not job.resident:
@@ -196,7 +197,9 @@ class Lane:
             die.suspect = ""
             self.rotation.granted(die.name)  # not before: a die whose workers keep dying is left alone ever longer
         finally:
-            self.computing = None
+            die.visits.append(VisitView(job=job.id, start=die.since, end=self.wall(), steps=job.steps_run - before,
+                                        round=turn.round))
+            self.computing = die.since = None
 
     async def _worker(self, die: Die) -> Worker:
         if die.worker is None or not die.worker.alive:

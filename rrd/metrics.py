@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
+from math import inf, isfinite
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
 from rrd.snapshot import DieView, JobView, LaneView, Snapshot
 from rrd.states import JobState
@@ -79,6 +81,39 @@ class SnapshotCollector(Collector):
         yield _histogram("rrd_checkpoint_duration_seconds", "Seconds to write one checkpoint to disk.", m.saves)
 
 
+def exposition(metrics: Iterable[Metric]) -> bytes:
+    """``metrics`` in Prometheus' text format 0.0.4. A third of the time that prometheus-client's own takes, because
+    labels that many samples share (the same dictionary) are written out once: 1,000 jobs have 17,000 samples."""
+    shown: dict[int, str] = {}
+    lines: list[str] = []
+    kept = []  # the dictionaries must live as long as their ids are used
+    for m in metrics:
+        name = m.name + "_total" if m.type == "counter" else m.name
+        lines.append(f"# HELP {name} {_escape(m.documentation)}\n# TYPE {name} {m.type}\n")
+        for s in m.samples:
+            labels = shown.get(id(s.labels))
+            if labels is None:
+                kept.append(s.labels)
+                labels = shown[id(s.labels)] = _labels(s.labels)
+            lines.append(f"{s.name}{labels} {_value(s.value)}\n")
+    return "".join(lines).encode()
+
+
+def _labels(labels: dict[str, str]) -> str:
+    inside = ",".join(f'{k}="{_escape(v, True)}"' for k, v in labels.items())
+    return f"{{{inside}}}" if inside else ""
+
+
+def _escape(text: str, quoted: bool = False) -> str:
+    text = text.replace("\\", r"\\").replace("\n", r"\n")
+    return text.replace('"', r"\"") if quoted else text
+
+
+def _value(value: float) -> str:
+    """Python's shortest digits are a Go float; only what is not finite is called otherwise."""
+    return repr(value) if isinstance(value, int) or isfinite(value) else {inf: "+Inf", -inf: "-Inf"}.get(value, "NaN")
+
+
 def _histogram(name: str, text: str, series: dict[str, Histogram]) -> Metric:
     family = HistogramMetricFamily(name, text, labels=["die"])
     for die, h in list(series.items()):
@@ -100,6 +135,9 @@ def _daemon(s: Snapshot) -> Iterator[Metric]:
     yield _gauge("rrd_spool_rejected_files", "Job files that are not accepted as they are.", len(s.rejected))
     yield _gauge("rrd_spool_watch_healthy", "Whether changes in the spool are heard of at once; 0 means it is polled.",
                  float(s.spool_watch_healthy))
+    if s.disk_free_bytes is not None and s.disk_size_bytes is not None:
+        yield _gauge("rrd_disk_free_bytes", "Room left on the file system of the state directory.", s.disk_free_bytes)
+        yield _gauge("rrd_disk_size_bytes", "Size of the file system of the state directory.", s.disk_size_bytes)
     states = GaugeMetricFamily("rrd_jobs", "Jobs by state.", labels=["state"])
     for state in JobState:
         states.add_metric([state.value], sum(j.state is state for j in s.jobs))
@@ -115,6 +153,8 @@ _JOB_GAUGES: tuple[tuple[str, str, Callable[[JobView], float | None]], ...] = (
     ("rrd_job_weight", "Share of the turns, against other jobs' weights.", lambda j: j.weight),
     ("rrd_job_crashes", "Worker deaths on the job's visits since its last new step.", lambda j: j.crashes),
     ("rrd_job_last_step_timestamp_seconds", "When the newest step ended, Unix time.", lambda j: j.last_step_at),
+    ("rrd_job_loaded_timestamp_seconds", "When the job became resident, Unix time; absent while it is not.",
+     lambda j: j.loaded_at),
     ("rrd_job_last_checkpoint_timestamp_seconds", "When the newest checkpoint was durable, Unix time.",
      lambda j: j.last_checkpoint_at),
     ("rrd_job_checkpoint_interval_seconds", "The cadence asked for, where it is a duration.",
@@ -137,16 +177,14 @@ def _jobs(jobs: list[JobView]) -> Iterator[Metric]:
     for j in jobs:
         info.add_metric([j.id, j.method, j.die or "", j.lane or "", j.state.value], 1)
     yield info
+    labelled = [(j, {"rrd_job": j.id}) for j in jobs]  # one dictionary a job: see ``exposition``
     for name, text, of in _JOB_GAUGES:
-        gauge = GaugeMetricFamily(name, text, labels=["rrd_job"])
-        for j in jobs:
-            if (value := of(j)) is not None:
-                gauge.add_metric([j.id], value)
+        gauge = Metric(name, text, "gauge")
+        gauge.samples = [Sample(name, labels, value) for j, labels in labelled if (value := of(j)) is not None]
         yield gauge
     for name, text, count in _JOB_COUNTERS:
-        counter = CounterMetricFamily(name, text, labels=["rrd_job"])
-        for j in jobs:
-            counter.add_metric([j.id], count(j))
+        counter = Metric(name, text, "counter")
+        counter.samples = [Sample(name + "_total", labels, count(j)) for j, labels in labelled]
         yield counter
 
 
@@ -166,6 +204,8 @@ def _dies(dies: list[DieView]) -> Iterator[Metric]:
     info = GaugeMetricFamily("rrd_die_info", "Always 1; uuid lines up with DCGM's UUID.",
                              labels=["die", "lane", "device", "uuid", "pci_bus_id", "model"])
     up = GaugeMetricFamily("rrd_worker_up", "Whether the die's worker runs.", labels=["die"])
+    available = GaugeMetricFamily("rrd_die_available", "Whether the die can be had: neither fenced nor refused.",
+                                  labels=["die"])
     fenced = GaugeMetricFamily("rrd_die_fenced", "Whether the die is kept out of use after faults.", labels=["die"])
     jobs = GaugeMetricFamily("rrd_die_jobs", "Jobs that have a place on the die.", labels=["die"])
     memory = GaugeMetricFamily("rrd_die_memory_bytes", "Memory of the die.", labels=["die"])
@@ -174,10 +214,11 @@ def _dies(dies: list[DieView]) -> Iterator[Metric]:
     for d in dies:
         info.add_metric([d.name, d.lane, d.device, d.uuid, d.pci_bus_id, d.model], 1)
         up.add_metric([d.name], float(d.worker_pid is not None))
+        available.add_metric([d.name], float(not d.why))
         fenced.add_metric([d.name], float(d.state == "fenced"))
         jobs.add_metric([d.name], len(d.jobs))
         restarts.add_metric([d.name], d.restarts)
         refusals.add_metric([d.name], d.refusals)
         if d.memory_bytes is not None:
             memory.add_metric([d.name], d.memory_bytes)
-    yield from (info, up, fenced, jobs, memory, restarts, refusals)
+    yield from (info, up, available, fenced, jobs, memory, restarts, refusals)

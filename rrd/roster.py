@@ -53,6 +53,9 @@ class Job:
     lane: str | None = None
     resident: bool = False
     prepared: bool = False
+    needs_bytes: int = 0
+    base_bytes: int = 0
+    """Of a die's memory, by estimate: all that it needs, and what of it is shared with jobs on the same base."""
     leave: Leave | None = None
     not_before: float = 0.0
     """Monotonic time before which nothing is tried for this job."""
@@ -67,6 +70,7 @@ class Job:
     lr: float | None = None
     progress: tuple[str, float] | None = None
     last_step_at: float | None = None
+    loaded_at: float | None = None
     told_at: float = float("-inf")
     """Monotonic time of its newest live line."""
     saving: bool = False
@@ -107,6 +111,11 @@ class Job:
         if s.max_steps is not None:
             return s.max_steps
         return None if self.record.samples is None else steps_of(s, self.record.samples)
+
+    @property
+    def base_key(self) -> str:
+        """The same for jobs that share a frozen base on one die; empty for one that trains all weights."""
+        return self.spec.model if self.spec.method == "lora" else ""
 
     @property
     def trained(self) -> bool:
@@ -173,8 +182,9 @@ class Job:
                 self.progress = (report.what, report.share)
             case Prepared():
                 self.record.samples, self.progress = report.samples, None
+                self.needs_bytes, self.base_bytes = report.needs_bytes, report.base_bytes
             case Loaded():
-                self._hear_loaded(report, now)
+                self._hear_loaded(report, wall, now)
             case _:
                 pass
 
@@ -198,8 +208,8 @@ class Job:
         self.commits += 1
         self.record.announced_step, self.record.announced_at = report.step, wall
 
-    def _hear_loaded(self, report: Loaded, now: float) -> None:
-        self.resident, self.saving, self.progress = True, False, None
+    def _hear_loaded(self, report: Loaded, wall: float, now: float) -> None:
+        self.resident, self.saving, self.progress, self.loaded_at = True, False, None, wall
         self.step, self.tokens, self.record.samples = report.step, report.tokens, report.samples
         self.saved_step, self.saved_at = report.step, now
         self.exported_step = report.step
@@ -209,7 +219,7 @@ class Job:
     def off_die(self) -> None:
         """Its worker is gone, or has forgotten it."""
         self.resident = self.saving = False
-        self.progress = None
+        self.progress = self.loaded_at = None
         self.visits.clear()
 
     # --- what it looks like ---
@@ -236,8 +246,9 @@ class Job:
             target_steps=self.total, epoch=self.step / per_epoch if per_epoch else 0.0, loss=self.loss,
             losses=list(self.losses), eval_loss=self.eval_loss, lr=self.lr, tokens=self.tokens,
             steps_run=self.steps_run, tokens_run=self.tokens_run, steps_per_minute=self.steps_per_minute(),
-            eta_seconds=self.eta(), last_step_at=self.last_step_at, last_checkpoint_at=r.announced_at,
-            last_checkpoint_step=r.announced_step or None, checkpoint_every=str(s.checkpoint_every),
+            eta_seconds=self.eta(), last_step_at=self.last_step_at, loaded_at=self.loaded_at,
+            last_checkpoint_at=r.announced_at, last_checkpoint_step=r.announced_step or None,
+            checkpoint_every=str(s.checkpoint_every),
             checkpoint_every_seconds=s.checkpoint_seconds, checkpoint_bytes=self.checkpoint_bytes,
             checkpoint_commits=self.commits, checkpoint_failures=self.failures, checkpoint_fallbacks=self.fallbacks,
             crashes=r.crashes, prepared=self.progress[1] if self.progress and r.state is JobState.PREPARING else None)

@@ -40,6 +40,8 @@ class JobView(BaseModel):
     """In the rotation, waiting for other dies included."""
     eta_seconds: float | None = None
     last_step_at: float | None = None
+    loaded_at: float | None = None
+    """When it last became resident; None while it is not."""
     last_checkpoint_at: float | None = None
     last_checkpoint_step: int | None = None
     checkpoint_every: str = ""
@@ -54,6 +56,16 @@ class JobView(BaseModel):
     """Share of the preparation done, 0 to 1, while preparing."""
 
 
+class VisitView(BaseModel):
+    """A turn that has ended: a load, steps, or the end of a job."""
+
+    job: str
+    start: float
+    end: float
+    steps: int = 0
+    round: int = 0
+
+
 class DieView(BaseModel):
     name: str
     lane: str
@@ -63,6 +75,10 @@ class DieView(BaseModel):
     why: str = ""
     jobs: list[str] = Field(default_factory=list)
     computing: str | None = None
+    since: float | None = None
+    """When the visit in progress began."""
+    visits: list[VisitView] = Field(default_factory=list)
+    """The newest visits, oldest first, at most 48."""
     worker_pid: int | None = None
     restarts: int = 0
     refusals: int = 0
@@ -104,6 +120,9 @@ class Snapshot(BaseModel):
     config_error: str = ""
     spool_error: str = ""
     spool_watch_healthy: bool = True
+    disk_free_bytes: int | None = None
+    """Of the file system that holds the state directory: what an ordinary user may still write."""
+    disk_size_bytes: int | None = None
     jobs: list[JobView] = Field(default_factory=list)
     dies: list[DieView] = Field(default_factory=list)
     lanes: list[LaneView] = Field(default_factory=list)

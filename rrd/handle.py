@@ -13,7 +13,8 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from rrd.errors import ProtocolError, RrdError
 from rrd.messages import REPORTS, Decoder, Failed, Message, Stop, encode
@@ -21,6 +22,10 @@ from rrd.messages import REPORTS, Decoder, Failed, Message, Stop, encode
 PACKET = 1 << 16
 ASK_SECONDS, ABORT_SECONDS, KILL_SECONDS = 10.0, 5.0, 10.0
 """The rungs of the ladder: how long a worker has to end after being asked, aborted, and killed."""
+BIRTH_SECONDS = 120.0
+"""How long a fork may take, torch's import on a cold disk included."""
+EXIT_SECONDS = 2.0
+"""How long after the end of its socket a worker's exit status may take."""
 
 
 class WorkerGone(RrdError):
@@ -30,7 +35,8 @@ class WorkerGone(RrdError):
 class Nursery:
     """Forks workers out of one process that has torch loaded; started on first use, again if it dies."""
 
-    def __init__(self) -> None:
+    def __init__(self, command: Sequence[str] = (sys.executable, "-m", "rrd.worker.nursery")) -> None:
+        self.command = command
         self._process: asyncio.subprocess.Process | None = None
         self._control: socket.socket | None = None
         self._lock = asyncio.Lock()
@@ -40,71 +46,90 @@ class Nursery:
         self._reader: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Start the process if none runs. It is ready to fork a second or so later; requests wait."""
+        """Start the process if none runs. It is ready to fork a second or so later; requests wait.
+
+        Raises WorkerGone when it cannot be started.
+        """
         async with self._lock:
-            if self._process is not None and self._process.returncode is None and self._reader is not None \
-                    and not self._reader.done():
+            if self._reader is not None and not self._reader.done():
                 return
-            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            ours.setblocking(False)
-            with theirs:
-                self._process = await asyncio.create_subprocess_exec(
-                    sys.executable, "-m", "rrd.worker.nursery", str(theirs.fileno()), pass_fds=[theirs.fileno()],
-                    stdin=asyncio.subprocess.DEVNULL, start_new_session=True, env=_environment())
-            self._control = ours
-            self._reader = asyncio.create_task(self._read(ours))
+            try:
+                await self._start()
+            except OSError as e:
+                raise WorkerGone(f"no worker can be started: {(e.strerror or str(e)).lower()}") from e
+
+    async def _start(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
+        with theirs, contextlib.ExitStack() as undo:
+            undo.callback(ours.close)
+            self._process = await asyncio.create_subprocess_exec(
+                *self.command, str(theirs.fileno()), pass_fds=[theirs.fileno()], stdin=asyncio.subprocess.DEVNULL,
+                start_new_session=True, env=_environment())
+            undo.pop_all()
+        self._control = ours
+        self._reader = asyncio.create_task(self._read(ours))
 
     async def spawn(self, settings: dict[str, object]) -> tuple[int, socket.socket, asyncio.Future[int]]:
         """A new worker: its pid, our end of its socket, and a future of its exit status.
 
-        Raises WorkerGone when the nursery dies meanwhile.
+        Raises WorkerGone when the nursery cannot be started or dies meanwhile.
         """
         await self.start()
+        number = next(self._ids)
+        born = self._born[number] = asyncio.get_running_loop().create_future()
+        try:
+            ours = self._request({**settings, "id": number})
+        except OSError as e:
+            del self._born[number]
+            raise WorkerGone(f"no worker can be started: {(e.strerror or str(e)).lower()}") from e
+        try:
+            await asyncio.wait([born], timeout=BIRTH_SECONDS)
+            if not born.done() or born.cancelled():
+                raise WorkerGone("the process that forks workers has ended or does not answer")
+        except BaseException:
+            ours.close()  # the worker, if there ever is one, ends by it
+            raise
+        pid, ended = born.result()
+        return pid, ours, ended
+
+    def _request(self, request: dict[str, object]) -> socket.socket:
+        """Ask for a worker. Returns our end of the socket whose other end it gets."""
         assert self._control is not None
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
-        number = next(self._ids)
-        born = self._born[number] = asyncio.get_running_loop().create_future()
         with theirs:
             try:
-                socket.send_fds(self._control, [json.dumps({**settings, "id": number}).encode()], [theirs.fileno()])
-            except OSError as e:
+                socket.send_fds(self._control, [json.dumps(request).encode()], [theirs.fileno()])
+            except OSError:
                 ours.close()
-                del self._born[number]
-                raise WorkerGone("the process that forks workers has ended") from e
-        try:
-            pid, ended = await asyncio.wait_for(born, 120)
-        except (asyncio.CancelledError, asyncio.TimeoutError) as e:
-            ours.close()
-            if isinstance(e, asyncio.CancelledError) and not born.cancelled():
-                raise  # it is we who are being cancelled, not the answer
-            raise WorkerGone("the process that forks workers has ended or does not answer") from e
-        return pid, ours, ended
+                raise
+        return ours
 
     async def _read(self, control: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
         try:
-            while packet := await loop.sock_recv(control, PACKET):
-                news = json.loads(packet)
-                pid = int(news["pid"])
-                ended = self._ended.setdefault(pid, loop.create_future())
-                if "id" in news:
-                    born = self._born.pop(news["id"], None)
-                    if born is not None and not born.done():
-                        born.set_result((pid, ended))
-                elif not ended.done():
-                    ended.set_result(int(news["status"]))
-                    del self._ended[pid]
-        except OSError:
-            pass  # the same as its end
+            while packet := await asyncio.get_running_loop().sock_recv(control, PACKET):
+                self._hear(json.loads(packet))
+        except (OSError, ValueError, KeyError, TypeError):
+            pass  # the same as its end: it ends when its socket does
         finally:
             control.close()
-            for born in self._born.values():
-                born.cancel()
-            for ended in self._ended.values():
-                ended.cancel()  # nobody will know their status any more
+            unknown: list[asyncio.Future[Any]] = [*self._born.values(), *self._ended.values()]
+            for future in unknown:
+                future.cancel()  # nobody will know any more
             self._born.clear()
             self._ended.clear()
+
+    def _hear(self, news: dict[str, int]) -> None:
+        """``{"pid", "id"}``: the worker asked for under this id is born; ``{"pid", "status"}``: it has ended."""
+        pid = int(news["pid"])
+        if "id" in news:
+            ended = self._ended[pid] = asyncio.get_running_loop().create_future()
+            born = self._born.pop(news["id"])
+            if not born.done():
+                born.set_result((pid, ended))
+        else:
+            self._ended.pop(pid).set_result(int(news["status"]))
 
     async def stop(self) -> None:
         if self._control is not None and self._control.fileno() >= 0:
@@ -114,6 +139,7 @@ class Nursery:
                 await asyncio.wait_for(self._process.wait(), 5)
             if self._process.returncode is None:
                 self._process.kill()
+                await self._process.wait()
         if self._reader is not None:
             await asyncio.wait([self._reader], timeout=1)
 
@@ -158,27 +184,31 @@ class Worker:
         self._awaited, self._answer = (*answers, Failed), None
         try:
             if order is not None:
-                await self.send(order)
+                await asyncio.wait_for(self.send(order), patience())
             while self._answer is None:
                 self._news.clear()
-                if self.end:
-                    raise WorkerGone(self.end)
-                try:
-                    await asyncio.wait_for(self._news.wait(), patience())
-                except asyncio.TimeoutError:
-                    await self.end_now(f"reported nothing for {patience():.0f} s")
+                if not self.alive:
+                    raise self._gone()
+                await asyncio.wait_for(self._news.wait(), patience())
             return self._answer
+        except asyncio.TimeoutError:
+            await self.end_now(f"reported nothing for {patience():.0f} s")
+            raise self._gone() from None
         finally:
             self._awaited = ()
+
+    def _gone(self) -> WorkerGone:
+        return WorkerGone(self.end or "the worker is not running")
 
     async def send(self, order: Message) -> None:
         """Raises WorkerGone."""
         if not self.alive or self._socket is None:
-            raise WorkerGone(self.end or "the worker is not running")
+            raise self._gone()
         try:
             await asyncio.get_running_loop().sock_sendall(self._socket, encode(order))
-        except OSError as e:
-            raise WorkerGone(self.end or "the worker closed its socket") from e
+        except OSError:
+            await self._wait_end(EXIT_SECONDS)  # the reader will know how it ended
+            raise WorkerGone(self.end or "the worker closed its socket") from None
 
     def tell(self, order: Message) -> None:
         """Send a small order that has no answer, without waiting; lost if the worker is gone or its socket full."""
@@ -212,7 +242,7 @@ class Worker:
         status: int | None = None
         if self._exit is not None:
             with contextlib.suppress(asyncio.TimeoutError, asyncio.CancelledError):
-                status = await asyncio.wait_for(asyncio.shield(self._exit), 2)
+                status = await asyncio.wait_for(asyncio.shield(self._exit), EXIT_SECONDS)
         if status is None:
             self._signal(signal.SIGKILL)  # its socket is closed but its end was not seen: make sure
         if self._ended_by:
@@ -220,11 +250,12 @@ class Worker:
         if status is None:
             return "the worker closed its socket"
         if status < 0:
-            return f"the worker was killed by {signal.Signals(-status).name}"
+            return f"the worker was killed by {_signal_name(-status)}"
         return f"the worker exited with status {status}"
 
     def _signal(self, number: signal.Signals) -> None:
-        if self.pid is not None and (self._exit is None or not self._exit.done()):
+        ended = self._exit is not None and self._exit.done() and not self._exit.cancelled()
+        if self.pid is not None and not ended:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(self.pid, number)
 
@@ -254,3 +285,9 @@ class Worker:
         self._news.set()
 
 
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"  # a real-time signal has no name

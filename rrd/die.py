@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from rrd.config import Config, DieSpec
-from rrd.handle import Worker
-from rrd.messages import Ready
+from rrd.handle import ASK_SECONDS, Nursery, Worker, WorkerGone
+from rrd.messages import Message, Ready
 from rrd.roster import Job
 from rrd.snapshot import DieView, VisitView
 
 VISITS = 48
 """Visits that a die remembers, for the timeline."""
+
+START_PATIENCE = 120.0
+"""Seconds for a worker to come up, torch's import on a cold disk included."""
+STOP_PATIENCE = 600.0
+"""Seconds for a worker to finish writing what was copied aside."""
 
 
 @dataclass(eq=False)
@@ -42,6 +48,25 @@ class Die:
     @property
     def alive(self) -> bool:
         return self.worker is not None and self.worker.alive
+
+    async def bring_up(self, nursery: Nursery, config: Config, hear: Callable[[Message], None]) -> Worker:
+        """The die's worker; a new one if there is none. Raises WorkerGone, also for one that ended unnoticed."""
+        if self.worker is None:
+            self.worker = Worker(nursery, self.settings(config), hear)
+            self.restarts += 1
+            await self.worker.start()
+            ready = await self.worker.ask(None, Ready, patience=lambda: START_PATIENCE)
+            assert isinstance(ready, Ready)
+            self.ready = ready
+        if not self.worker.alive:
+            raise WorkerGone(self.worker.end)
+        return self.worker
+
+    async def stop(self) -> None:
+        """End its worker, after what it still writes."""
+        if self.worker is not None:
+            writes = any(job.saving for job in self.jobs.values())
+            await self.worker.stop(patience=STOP_PATIENCE if writes else ASK_SECONDS)
 
     def settings(self, config: Config) -> dict[str, object]:
         """What a new worker of this die has to know."""

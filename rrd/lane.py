@@ -9,15 +9,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable
-from typing import Protocol
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 from rrd.config import Config
 from rrd.config import Lane as LaneSpec
-from rrd.die import Die
+from rrd.die import STOP_PATIENCE, Die
 from rrd.errors import TryLater
 from rrd.gate import Gate
 from rrd.handle import Nursery, Worker, WorkerGone
+from rrd.host import Host
 from rrd.messages import (
     CommitFailed,
     Committed,
@@ -29,8 +29,6 @@ from rrd.messages import (
     Load,
     Loaded,
     Message,
-    Ready,
-    Run,
     VisitDone,
     Yield,
 )
@@ -40,28 +38,8 @@ from rrd.snapshot import DieView, LaneView, VisitView
 
 RETRY_SECONDS = 15.0
 """How often a job that waits for its disk tries to save again."""
-START_PATIENCE = 120.0
-"""Seconds for a worker to come up, torch's import on a cold disk included."""
-STOP_PATIENCE = 600.0
-"""Seconds for a worker to finish writing what was copied aside before a stop."""
-
-
-class Host(Protocol):
-    """Whom a lane tells what happened. None of these may block."""
-
-    def heard(self, job: Job | None, die: Die, report: Message) -> None: ...
-    def visited(self, job: Job, die: Die, turn: Turn, done: VisitDone) -> None: ...
-    def loaded(self, job: Job, die: Die, report: Loaded) -> None: ...
-    def exported(self, job: Job, report: Exported) -> None: ...
-    def finishing(self, job: Job) -> None: ...
-    def finished(self, job: Job) -> None: ...
-    def granted(self, die: Die, seconds: float) -> None: ...
-    def refused(self, die: Die, reason: str, retry_in: float) -> None: ...
-    def failed(self, job: Job, die: Die, report: Failed) -> None: ...
-    def crashed(self, job: Job | None, die: Die, reason: str) -> None: ...
-    def disk_full(self, job: Job) -> None: ...
-    def disk_back(self, job: Job) -> None: ...
-    def left(self, job: Job, leave: Leave) -> None: ...
+STOP_GATE_SECONDS = 30.0
+"""How long the end of the lane asks again for dies that its gate refuses."""
 
 
 class Lane:
@@ -79,8 +57,8 @@ class Lane:
         self.computing: tuple[Job, Die] | None = None
         self.busy_seconds = 0.0
         self.seconds = 0.0
-        self._leaving: list[Job] = []
-        self._retry_at: dict[str, float] = {}
+        self._errands: dict[str, float] = {}
+        """Jobs that want something outside their turns, and from when on: to leave, or to be saved at last."""
         self._wake = asyncio.Event()
 
     # --- moving jobs ---
@@ -95,9 +73,8 @@ class Lane:
 
     def take_off(self, job: Job, leave: Leave) -> None:
         """Take ``job`` off its die as soon as the step in progress has ended; ``host.left`` follows."""
-        if job.leave is None:
-            self._leaving.append(job)
         job.leave = leave
+        self._errands[job.id] = self.monotonic()
         self.wake()
         self.interrupt()
 
@@ -115,11 +92,10 @@ class Lane:
             self.rotation.remove(job.id)
             del self.jobs[job.id]
             self.dies[job.die or ""].jobs.pop(job.id, None)
-        self._retry_at.pop(job.id, None)
-        if job in self._leaving:
-            self._leaving.remove(job)
+        self._errands.pop(job.id, None)
         job.off_die()
         job.die = job.lane = job.leave = None
+        job.held = False
 
     # --- the loop ---
 
@@ -128,10 +104,10 @@ class Lane:
         while not self.stopping:
             self._wake.clear()
             start = self.monotonic()
-            if self._leaving:
-                await self._see_off(self._leaving[0])
-            elif job := self._due_retry(start):
-                await self._retry(job)
+            if die := next((d for d in self.dies.values() if d.worker and not d.alive), None):
+                self._crashed(None, die, die.worker.end if die.worker else "")
+            elif job := next((j for j in map(self.jobs.get, self._errands) if j and self._due(j) <= start), None):
+                await self._errand(job)
             elif turn := self.rotation.next(start):
                 await self._turn(turn)
                 self.seconds += self.monotonic() - start
@@ -139,7 +115,8 @@ class Lane:
                 await self._sleep(start)
 
     async def _sleep(self, now: float) -> None:
-        times = [t for t in (self.rotation.wake_at(), *self._retry_at.values()) if t is not None]
+        errands = (self._due(self.jobs[j]) for j in self._errands)
+        times = [t for t in (self.rotation.wake_at(), *errands) if t is not None]
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._wake.wait(), max(0.0, min(times) - now) if times else None)
 
@@ -202,14 +179,7 @@ class Lane:
             self.computing = die.since = None
 
     async def _worker(self, die: Die) -> Worker:
-        if die.worker is None or not die.worker.alive:
-            die.worker = Worker(self.nursery, die.settings(self.config), lambda report: self._hear(die, report))
-            die.restarts += 1
-            await die.worker.start()
-            ready = await die.worker.ask(None, Ready, patience=lambda: START_PATIENCE)
-            assert isinstance(ready, Ready)
-            die.ready = ready
-        return die.worker
+        return await die.bring_up(self.nursery, self.config, lambda report: self._hear(die, report))
 
     async def _load(self, job: Job, die: Die, worker: Worker) -> None:
         order = Load(job=job.id, spec=job.spec, expect_step=job.record.announced_step)
@@ -221,21 +191,24 @@ class Lane:
         """A visit's steps, a checkpoint where one is due, an export where one is due; and the end of the job."""
         assert job.total is not None
         n, seconds = job.visit()
-        due = job.checkpoint_due(self.monotonic(), n, seconds)
-        answer = await self._ask(job, die, worker, self._run_order(job, n, seconds, due, turn.round), VisitDone)
+        answer = await self._ask(job, die, worker, job.order(n, seconds, round=turn.round), VisitDone)
         if not isinstance(answer, VisitDone):
             return
         self.busy_seconds += answer.seconds
         self.host.visited(job, die, turn, answer)
-        if job.trained and not self.stopping:
+        if self.stopping:
+            return
+        if job.trained:
             await self._finish(job, die, worker)
-        elif job.export_due and not self.stopping:
+            return
+        if job.checkpoint_due(self.monotonic()):
+            await self._copy_aside(job, die, worker)
+        if job.export_due and job.resident:
             await self._export(job, die, worker)
 
-    def _run_order(self, job: Job, steps: int, seconds: float | None, checkpoint: bool, round: int = 0) -> Run:
-        s = job.spec
-        return Run(job=job.id, steps=steps, seconds=seconds, total=job.total or 0, round=round, checkpoint=checkpoint,
-                   keep=s.keep, eval_every=s.eval_every, on_nan=s.on_nan)
+    async def _copy_aside(self, job: Job, die: Die, worker: Worker) -> bool:
+        """Have a checkpoint of the state as it is copied aside; it is written while others have their turns."""
+        return await self._ask(job, die, worker, job.order(0, checkpoint=True), VisitDone) is not None
 
     async def _export(self, job: Job, die: Die, worker: Worker) -> Exported | None:
         answer = await self._ask(job, die, worker, Export(job=job.id, output=job.output), Exported)
@@ -258,14 +231,17 @@ class Lane:
         """A checkpoint of the state as it is, durable when this returns True."""
         if job.step == job.saved_step:
             return True
-        if await self._ask(job, die, worker, self._run_order(job, 0, None, True), VisitDone) is None:
+        if not await self._copy_aside(job, die, worker):
             return False
         while job.saving:
             await worker.ask(None, Committed, CommitFailed, patience=lambda: STOP_PATIENCE)
         return job.saved_step == job.step
 
     async def _evict(self, job: Job, die: Die, worker: Worker) -> bool:
-        return await self._ask(job, die, worker, Evict(job=job.id), Evicted) is not None
+        if await self._ask(job, die, worker, Evict(job=job.id), Evicted) is None:
+            return False
+        job.off_die()
+        return True
 
     async def _ask(self, job: Job, die: Die, worker: Worker, order: Message, *answers: type[Message]) -> Message | None:
         """The answer, or None when the worker says that it failed; the host then knows."""
@@ -282,33 +258,44 @@ class Lane:
             job.hear(report, self.wall(), self.monotonic())
         self.host.heard(job, die, report)
 
-    # --- off the die ---
+    # --- outside the turns ---
 
-    async def _see_off(self, job: Job) -> None:
-        """Save a job that leaves and have its worker forget it."""
-        leave = job.leave
-        assert leave is not None
+    def _due(self, job: Job) -> float:
+        """When the job's errand can be run: it waits for the die's back-off if it needs the die."""
+        backed_off = self.rotation.retry_at(job.die or "") if job.resident else None
+        return max(self._errands[job.id], backed_off or 0.0)
+
+    async def _errand(self, job: Job) -> None:
+        """Save a job that leaves, and have its worker forget it; or one that waits for its disk, to let it go on."""
         die = self.dies[job.die or ""]
         try:
-            if job.resident and die.alive:
+            if job.resident:
                 async with self._granted(die):
-                    worker = await self._worker(die)
-                    if leave.save and not await self._save(job, die, worker) and job.resident:
-                        self._leaving.remove(job)
+                    if not await self._save_or_evict(job, die, await self._worker(die)):
                         self._hold_for_disk(job)
                         return
-                    if job.resident:
-                        await self._evict(job, die, worker)
         except TryLater as e:
-            self._refused(die, e.message)  # it goes without a word to the die; the checkpoint is what is there
-            if leave.save and job.step != job.saved_step:
-                await asyncio.sleep(0.1)
-                return  # still in the list: try again, as long as the die may come back
+            self._refused(die, e.message)
+            return
         except WorkerGone as e:
             self._crashed(None, die, e.message)
-        if job.id in self.jobs and job.leave is not None:
+        if job.id not in self._errands:
+            return  # dropped by the host, or lost with its worker
+        if (leave := job.leave) is None:
+            del self._errands[job.id]
+            self._unhold(job)
+            self.host.disk_back(job)
+        elif not job.resident:
             self._forget(job)
             self.host.left(job, leave)
+
+    async def _save_or_evict(self, job: Job, die: Die, worker: Worker) -> bool:
+        """False if the disk does not take the job."""
+        if (job.leave is None or job.leave.save) and not await self._save(job, die, worker) and job.resident:
+            return False
+        if job.leave and job.resident:
+            await self._evict(job, die, worker)
+        return True
 
     def drop(self, job: Job) -> None:
         """Take a job that its worker no longer holds off its die at once, without a word to it."""
@@ -316,36 +303,18 @@ class Lane:
 
     def _hold_for_disk(self, job: Job) -> None:
         """Training went on for a cadence more than the disk could take: rest, resident, until it takes it."""
-        if job.id not in self.jobs:
-            return
-        if job.id not in self._retry_at:
+        if not job.resident:
+            return  # it was not the disk
+        self._errands[job.id] = self.monotonic() + RETRY_SECONDS
+        if not job.held:
+            job.held = True
             self.rotation.hold(job.id)
             self.host.disk_full(job)
-        self._retry_at[job.id] = self.monotonic() + RETRY_SECONDS
 
-    def _due_retry(self, now: float) -> Job | None:
-        return next((self.jobs[j] for j, t in self._retry_at.items() if t <= now), None)
-
-    async def _retry(self, job: Job) -> None:
-        """Try again to save a job that waits for its disk."""
-        die = self.dies[job.die or ""]
-        self._retry_at[job.id] = self.monotonic() + RETRY_SECONDS
-        try:
-            if job.resident:
-                async with self._granted(die):
-                    if not await self._save(job, die, await self._worker(die)):
-                        return
-        except TryLater as e:
-            self._refused(die, e.message)
-            return
-        except WorkerGone as e:
-            self._crashed(None, die, e.message)
-        if job.id in self._retry_at:
-            del self._retry_at[job.id]
+    def _unhold(self, job: Job) -> None:
+        if job.held:
+            job.held = False
             self.rotation.free(job.id)
-            if job.leave is not None:
-                self._leaving.append(job)
-            self.host.disk_back(job)
 
     # --- faults ---
 
@@ -354,6 +323,9 @@ class Lane:
         die.worker = None
         for each in die.jobs.values():
             each.off_die()
+            self._unhold(each)  # what the disk did not take is lost
+            if each.leave is None:
+                self._errands.pop(each.id, None)
         self.rotation.refused(die.name, self.monotonic())  # a moment's pause, longer each time it happens in a row
         self.host.crashed(job, die, reason)
 
@@ -362,16 +334,35 @@ class Lane:
     async def stop(self) -> None:
         """Checkpoint every resident job, then stop the workers. Call it after ``run`` has returned.
 
-        Copying aside holds the die; the writes of one job go on while the next is copied.
+        Copying aside holds the die; the writes of one job go on while the next is copied. A process that ends touches
+        its die, so that is held for its end, too, unless the gate will not grant it.
         """
-        for die in self.dies.values():
-            for job in list(die.jobs.values()):
-                if job.resident and die.worker and die.alive and job.step != job.saved_step:
-                    with contextlib.suppress(WorkerGone, TryLater):
-                        async with self._granted(die):
-                            await self._ask(job, die, die.worker, self._run_order(job, 0, None, True), VisitDone)
-        await asyncio.gather(*(d.worker.stop(patience=STOP_PATIENCE) for d in self.dies.values() if d.worker))
+        until = self.monotonic() + STOP_GATE_SECONDS
+        await self._on_dies(self._copy_all_aside, until)
+        await self._on_dies(Die.stop, until)
+        await asyncio.gather(*(d.stop() for d in self.dies.values()))
         await self.gate.close()
+
+    async def _on_dies(self, work: Callable[[Die], Awaitable[None]], until: float) -> None:
+        """Do ``work`` on each die, held. One that is refused is asked for again, ``until`` then."""
+        waiting = [d for d in self.dies.values() if d.alive]
+        while waiting:
+            die = waiting.pop(0)
+            try:
+                async with self._granted(die):
+                    await work(die)
+            except TryLater as e:
+                self._refused(die, e.message)
+                if self.monotonic() < until:
+                    waiting.append(die)
+                    await asyncio.sleep(1.0)
+            except WorkerGone as e:
+                self._crashed(None, die, e.message)
+
+    async def _copy_all_aside(self, die: Die) -> None:
+        for job in list(die.jobs.values()):
+            if job.resident and job.step != job.saved_step:
+                await self._copy_aside(job, die, await self._worker(die))
 
     # --- what it looks like ---
 

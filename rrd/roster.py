@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from rrd.job import JobSpec
 from rrd.ledger import Record
-from rrd.messages import CommitFailed, Committed, Evaluated, Loaded, Message, Prepared, Progress, Step, VisitDone
+from rrd.messages import CommitFailed, Committed, Evaluated, Loaded, Message, Prepared, Progress, Run, Step, VisitDone
 from rrd.snapshot import JobView
 from rrd.states import JobState
 
@@ -57,6 +57,8 @@ class Job:
     base_bytes: int = 0
     """Of a die's memory, by estimate: all that it needs, and what of it is shared with jobs on the same base."""
     leave: Leave | None = None
+    held: bool = False
+    """Resident, and without turns until its disk takes a checkpoint."""
     not_before: float = 0.0
     """Monotonic time before which nothing is tried for this job."""
 
@@ -78,6 +80,8 @@ class Job:
     saved_at: float = 0.0
     """Monotonic time of the newest checkpoint, or of the load."""
     saved_step: int = 0
+    tried_step: int = 0
+    """Step of the newest checkpoint, whether the disk took it or not: a cadence in steps counts from it."""
     exported_step: int = 0
     disk_strikes: int = 0
     """Checkpoints in a row that the disk did not take."""
@@ -135,14 +139,19 @@ class Job:
                 n = min(n, every - self.step % every)
         return n, seconds
 
-    def checkpoint_due(self, now: float, steps: int, seconds: float | None) -> bool:
-        """Whether a checkpoint should follow a visit of ``steps`` steps or ``seconds`` that begins at ``now``."""
-        if self.saving:
+    def order(self, steps: int, seconds: float | None = None, *, checkpoint: bool = False, round: int = 0) -> Run:
+        """What its worker is told for a visit."""
+        s = self.spec
+        return Run(job=self.id, steps=steps, seconds=seconds, total=self.total or 0, round=round, checkpoint=checkpoint,
+                   keep=s.keep, eval_every=s.eval_every, on_nan=s.on_nan)
+
+    def checkpoint_due(self, now: float) -> bool:
+        """Whether it should be copied aside before its visit ends; not while the copy before is being written."""
+        if self.saving or self.step == self.saved_step:
             return False
         if every := self.spec.checkpoint_steps:
-            return (self.step + steps) // every > self.saved_step // every
-        expected = seconds if seconds is not None else steps * self.step_seconds
-        return now + expected - self.saved_at >= (self.spec.checkpoint_seconds or math.inf)
+            return self.step // every > self.tried_step // every
+        return now - self.saved_at >= (self.spec.checkpoint_seconds or math.inf)
 
     @property
     def export_due(self) -> bool:
@@ -169,7 +178,8 @@ class Job:
                 self.eval_loss = report.loss
             case VisitDone():
                 self.saving = self.saving or report.copied
-                self.visits.append((wall, self.steps_run))
+                if report.steps:
+                    self.visits.append((wall, self.steps_run))
             case Committed():
                 self._hear_committed(report, wall, now)
             case CommitFailed():
@@ -177,7 +187,7 @@ class Job:
                 self.failures += 1
                 self.disk_strikes += 1
                 self.disk_trouble = report.message
-                self.saved_at = now  # the next try comes a cadence later
+                self.tried_step, self.saved_at = report.step, now  # the next try comes a cadence later
             case Progress():
                 self.progress = (report.what, report.share)
             case Prepared():
@@ -203,7 +213,8 @@ class Job:
     def _hear_committed(self, report: Committed, wall: float, now: float) -> None:
         self.saving = False
         self.disk_strikes, self.disk_trouble = 0, ""
-        self.saved_step, self.saved_at = report.step, now
+        self.saved_step = self.tried_step = report.step
+        self.saved_at = now
         self.checkpoint_bytes, self.checkpoint_seconds = report.bytes, report.seconds
         self.commits += 1
         self.record.announced_step, self.record.announced_at = report.step, wall
@@ -211,8 +222,9 @@ class Job:
     def _hear_loaded(self, report: Loaded, wall: float, now: float) -> None:
         self.resident, self.saving, self.progress, self.loaded_at = True, False, None, wall
         self.step, self.tokens, self.record.samples = report.step, report.tokens, report.samples
-        self.saved_step, self.saved_at = report.step, now
-        self.exported_step = report.step
+        self.saved_step = self.tried_step = self.exported_step = report.step
+        self.saved_at = now
+        self.disk_strikes, self.disk_trouble = 0, ""  # nothing is unsaved
         self.fallbacks += len(report.fallbacks)
         self.visits.clear()
 

@@ -10,6 +10,7 @@ see their own sockets close.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -34,6 +35,11 @@ def main() -> None:
     wake_r, wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(wake_w, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
+    with contextlib.suppress(ConnectionError):  # a daemon that was killed is gone like any other
+        _serve(control, wake_r, wake_w)
+
+
+def _serve(control: socket.socket, wake_r: int, wake_w: int) -> None:
     with selectors.DefaultSelector() as ready:
         ready.register(control, selectors.EVENT_READ)
         ready.register(wake_r, selectors.EVENT_READ)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import unicodedata
 
 
@@ -43,3 +44,26 @@ def duration(seconds: float) -> str:
 def count(n: int, noun: str) -> str:
     """``1 job``, ``2 jobs``."""
     return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
+
+
+def ago(then: float, now: float) -> str:
+    return "just now" if now - then < 1 else f"{duration(now - then)} ago"
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    """Three to four digits are enough to see a loss fall; ``-`` when there is none."""
+    if value is None:
+        return "-"
+    return f"{value:.{digits}g}" if math.isfinite(value) else str(value)
+
+
+def size(n: int | None) -> str:
+    """``11.6 MiB``."""
+    if n is None:
+        return "-"
+    value = float(n)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1023.5:
+            return f"{value:.0f} {unit}" if unit == "B" or value >= 99.95 else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"

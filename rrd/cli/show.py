@@ -15,7 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from rrd.text import ago as ago
 from rrd.text import duration, one_line
+from rrd.text import number as number
+from rrd.text import size as size
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -120,32 +123,9 @@ def plain(model: BaseModel) -> Any:
     return json.loads(model.model_dump_json())
 
 
-def number(value: float | None, digits: int = 4) -> str:
-    """Three to four digits are enough to see a loss fall; ``-`` when there is none."""
-    if value is None:
-        return "-"
-    return f"{value:.{digits}g}" if math.isfinite(value) else str(value)
-
-
 def age(then: float | None, now: float) -> str:
     """``2 min``: how long ago ``then`` was."""
     return "-" if then is None else duration(max(0.0, now - then)) if now - then >= 1 else "now"
-
-
-def ago(then: float, now: float) -> str:
-    return "just now" if now - then < 1 else f"{duration(now - then)} ago"
-
-
-def size(n: int | None) -> str:
-    """``11.6 MiB``."""
-    if n is None:
-        return "-"
-    value = float(n)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1023.5:
-            return f"{value:.0f} {unit}" if unit == "B" or value >= 99.95 else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} TiB"
 
 
 def clock(when: float) -> str:

@@ -1,0 +1,358 @@
+"""The page: what is in its parts, what is sent again, and how it looks and behaves in a real Chromium."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+import urllib.error
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from chromium import Browser, browser, needs_chromium
+from stage import HOSTILE, Stage, a_busy_box, job, snapshot, stage
+
+from rrd.page import Board, bars, curve, faults, finish, hue, window
+from rrd.snapshot import DieView, JobView, LaneView, RejectedView, Snapshot, VisitView
+from rrd.states import JobState
+
+NASTY = '"><script>alert(1)</script><img src=x onerror=alert(2)>{{7*7}}\u202e\x1b[2J\'&'
+S = JobState
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+def board(*snapshots: Snapshot) -> Board:
+    """A board to which each of these is shown in turn."""
+    shown = iter(snapshots)
+    return Board(lambda: next(shown), monotonic=Clock())
+
+
+# ---- parts -----------------------------------------------------------------------------------------------------------
+
+
+def test_all_that_a_person_looks_for_is_there() -> None:
+    page = board(a_busy_box()).page()
+    for text in ("code-a", "12,000", "Lane 0", "die 5", "98.5%", "no room: 4 jobs are resident", "held out 2.41",
+                 "the model directory /models/gone is missing", "put it there, or change", "unknown key `lrr`",
+                 "the gate refused it", "step 120", "212 GiB free"):
+        assert text in re.sub(r"&#\d+;", "'", page), text
+
+
+def test_jobs_come_in_the_order_of_who_moves() -> None:
+    page = board(snapshot(job("a-done", S.DONE), job("failed", S.FAILED), job("b"), job("a"))).page()
+    assert re.findall(r'id="job:([^"]+)"', page) == ["a", "b", "failed", "a-done"]
+
+
+def test_only_what_has_changed_is_sent_again() -> None:
+    one, two = snapshot(job("a"), job("b")), snapshot(job("a"), job("b"))
+    two.jobs[0].step += 1
+    b = board(one, one, two)
+    first, seen = b.changes({})
+    assert set(json.loads(first)["html"]) == {"top", "faults", "lanes", "tally", "job:a", "job:b"}
+    nothing, seen = b.changes(seen)
+    assert nothing == ""
+    third, seen = b.changes(seen)
+    assert set(json.loads(third)["html"]) <= {"job:a", "top"} and "jobs" not in json.loads(third)
+
+
+def test_a_job_that_is_gone_or_moves_up_is_said_by_the_order_alone() -> None:
+    b = board(snapshot(job("a"), job("b"), job("c", S.WAITING)), snapshot(job("b"), job("c")))
+    _, seen = b.changes({})
+    patch = json.loads(b.changes(seen)[0])
+    assert patch["jobs"] == ["job:b", "job:c"] and "job:c" in patch["html"] and "job:b" not in patch["html"]
+
+
+def test_many_who_look_at_once_cost_one_snapshot() -> None:
+    taken: list[int] = []
+
+    def take() -> Snapshot:
+        taken.append(1)
+        return snapshot(job("a"))
+
+    b = Board(take, monotonic=lambda: 5.0)
+    for _ in range(20):
+        b.changes({})
+    assert len(taken) == 1
+
+
+def nasty() -> Snapshot:
+    """Text from files and libraries in every place that has text."""
+    return Snapshot(
+        version=NASTY, pid=1, time=time.time(), started_at=0.0, state_dir=NASTY, jobs_dir=NASTY, config_error=NASTY,
+        spool_error=NASTY, disk_free_bytes=1, disk_size_bytes=2,
+        jobs=[JobView(id=NASTY, state=S.FAILED, why=NASTY, hint=NASTY, die=NASTY, target_steps=5, losses=[1.0, 2.0],
+                      last_checkpoint_at=1.0, last_checkpoint_step=2, loss=float("nan"), eval_loss=float("inf"))],
+        dies=[DieView(name=NASTY, lane=NASTY, device=NASTY, state=NASTY, why=NASTY, computing=NASTY, since=1.0,
+                      visits=[VisitView(job=NASTY, start=time.time() - 9, end=time.time(), steps=3)])],
+        lanes=[LaneView(name=NASTY, gate=NASTY, dies=[NASTY], computing=NASTY, seconds=1.0)],
+        rejected=[RejectedView(file=HOSTILE, line=1, message=NASTY, hint=NASTY)])
+
+
+def test_nothing_hostile_is_shown_as_it_is() -> None:
+    page = board(nasty()).page()
+    assert page.count("<script") == 1 and "<img" not in page  # the one script is ours
+    assert not set("\u202e\x1b\x07") & set(page)
+    assert "49" not in re.sub(r"&#\d+;", "", page)
+
+
+def test_what_is_wrong_comes_with_what_to_do() -> None:
+    found = {who: (what, hint) for who, what, hint in faults(a_busy_box())}
+    assert found["die 4"] == ("the gate refused it", "next try in 12 s")
+    assert found["job broken"][1].startswith("put it there")
+    fenced = snapshot(dies=[DieView(name="2", lane="0", device="cpu", state="fenced", why="its worker died twice")])
+    assert faults(fenced) == [("die 2", "its worker died twice", "`rrd dies --unfence 2` puts it back to use")]
+    assert faults(snapshot(job("fine"), dies=[])) == []
+
+
+def test_a_timeline_ends_now_and_begins_where_memory_does() -> None:
+    d = DieView(name="0", lane="0", device="cpu", state="computing", computing="b", since=190.0, visits=[
+        VisitView(job="a", start=90.0, end=100.0), VisitView(job="a", start=150.0, end=170.0, steps=7)])
+    assert window([d], 200.0) == 120
+    drawn = bars(d, 200.0, 120.0)
+    assert [(left, width) for left, width, _, _ in drawn] == [(83.3, 83.3), (583.3, 166.7), (916.7, 83.3)]
+    assert [k.split()[1] for _, _, k, _ in drawn] == ["load", "visit", "now"]
+    assert [t for *_, t in drawn] == ["a: loading, saving or ending, 10 s", "a: 7 steps, 20 s", "b: computing, 10 s"]
+
+
+def test_a_curve_fills_its_box() -> None:
+    points = [tuple(map(float, p.split(","))) for p in curve([3.0, 1.0, 2.0], 120, 28).split()]
+    assert points == [(0, 2), (60, 26), (120, 14)]
+    assert curve([1.0]) == "" and "nan" not in curve([2.0, 2.0])
+
+
+def test_a_job_keeps_its_colour() -> None:
+    assert hue("code-a") == hue("code-a") and len({hue(f"job-{i}") for i in range(200)}) == 12
+
+
+def test_the_end_is_told_as_a_time_where_that_helps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    try:
+        assert finish(JobView(id="a", state=S.RUNNING, eta_seconds=7200.0), 1_700_000_000.0) == "Wed 00:13"
+        assert finish(JobView(id="a", state=S.RUNNING, eta_seconds=60.0), 0.0) == ""
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+
+
+def test_a_thousand_jobs_are_cheap_to_keep_up_to_date() -> None:
+    jobs = [job(f"job-{i}") for i in range(1000)]
+    b = Board(lambda: snapshot(*(j.model_copy() for j in jobs)), monotonic=Clock())
+    b.parts()
+    jobs[500].step += 1
+    begin = time.thread_time()
+    patch, _ = b.changes(b.parts())
+    assert time.thread_time() - begin < 1.0  # about 0.03 s; once a second at most, in the web's thread
+    assert len(patch) < 5000
+
+
+# ---- in a browser ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def chrome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with browser(tmp_path_factory.mktemp("chromium")) as b:
+        yield b
+
+
+def live(s: Stage, b: Browser, width: int = 1280, *, dark: bool = False) -> None:
+    b.open(s.url, width, dark=dark)
+    b.wait("document.getElementById('link').textContent === 'live'")
+
+
+@needs_chromium
+class TestInChromium:
+    def test_it_shows_everything_and_asks_nobody_else(self, chrome: Browser) -> None:
+        with stage(a_busy_box()) as s:
+            live(s, chrome)
+            assert chrome.eval("document.querySelectorAll('#rows tr').length") == 17
+            assert "corpus-4" in chrome.eval("document.getElementById('lanes').innerText")
+            assert chrome.complaints() == []
+            assert {url.rsplit("/", 1)[0] + "/" for url in chrome.requests()} == {s.url}
+            if where := os.environ.get("RRD_PICTURES"):
+                for name, width, dark in (("wide", 1600, False), ("dark", 1280, True), ("phone", 390, False)):
+                    live(s, chrome, width, dark=dark)
+                    chrome.picture(Path(where) / f"{name}.png")
+
+    def test_it_follows_what_happens(self, chrome: Browser) -> None:
+        with stage(snapshot(job("a"), job("b"))) as s:
+            live(s, chrome)
+            chrome.eval("document.getElementById('job:a').dataset.mine = 'kept'")
+            s.snapshot = snapshot(job("a"), job("c", S.WAITING, why="no room"), job("b", step=777))
+            chrome.wait("document.getElementById('job:b').innerText.includes('777')")
+            ids = chrome.eval("[...document.querySelectorAll('#rows tr')].map(r => r.id)")
+            assert ids == ["job:a", "job:b", "job:c"]
+            assert "no room" in chrome.eval("document.getElementById('job:c').innerText")
+            assert chrome.eval("document.getElementById('job:a').dataset.mine") == "kept", "it was not touched"
+            s.snapshot = snapshot(job("c"), job("a", S.FAILED, why="its data is gone", hint="bring it back"))
+            chrome.wait("document.querySelectorAll('#rows tr').length === 2")
+            assert "its data is gone" in chrome.eval("document.getElementById('faults').innerText")
+            assert chrome.complaints() == []
+
+    def test_it_says_when_nobody_answers_and_comes_back(self, chrome: Browser) -> None:
+        s = Stage(snapshot(job("a")))
+        try:
+            live(s, chrome)
+        finally:
+            s.close()
+        chrome.wait("document.getElementById('link').className === 'lost'")
+        with stage(snapshot(job("a", step=901)), s.web.port):
+            chrome.wait("document.getElementById('job:a').innerText.includes('901')")
+            assert chrome.eval("document.getElementById('link').textContent") == "live"
+
+    def test_a_hostile_name_does_nothing(self, chrome: Browser) -> None:
+        with stage(nasty()) as s:
+            live(s, chrome)
+            s.snapshot = nasty()
+            s.snapshot.jobs[0].step = 4
+            chrome.wait("document.querySelector('#rows tr').innerText.includes('4 of')")
+            assert chrome.eval("document.querySelectorAll('img, script:not([src]), iframe, form').length") == 0
+            assert chrome.eval("document.querySelector('.id').textContent").startswith('"><script>alert(1)')
+            assert chrome.complaints() == []
+
+    def test_scripts_that_got_in_would_not_run(self, chrome: Browser) -> None:
+        with stage(snapshot(job("a"))) as s:
+            live(s, chrome)
+            chrome.eval("""(() => { const x = document.createElement('script'); x.textContent = 'window.ran = 1';
+                           document.body.append(x); const y = document.createElement('img');
+                           y.src = 'http://127.0.0.1:1/'; document.body.append(y); })()""")
+            assert chrome.eval("window.ran") is None
+            assert any("Content Security Policy" in said for said in chrome.complaints())
+
+    def test_a_thousand_jobs(self, chrome: Browser) -> None:
+        jobs = [job(f"job-{i:04}", S.RUNNING if i < 24 else S.WAITING, why="" if i < 24 else "in line")
+                for i in range(1000)]
+        with stage(snapshot(*jobs)) as s:
+            live(s, chrome)
+            assert chrome.eval("document.querySelectorAll('#rows tr').length") == 1000
+            jobs[23] = jobs[23].model_copy(update={"step": 151})
+            s.snapshot = snapshot(*jobs)
+            chrome.wait("document.getElementById('job:job-0023').innerText.includes('151')")
+            chrome.eval("""(() => { const f = document.getElementById('find'); f.value = 'job-099';
+                           f.dispatchEvent(new Event('input')) })()""")
+            assert chrome.eval("document.querySelectorAll('#rows tr:not([hidden])').length") == 10
+
+    def test_states_and_names_can_be_sifted_by_keyboard(self, chrome: Browser) -> None:
+        with stage(a_busy_box()) as s:
+            live(s, chrome)
+            chrome.key("/", "/")
+            assert chrome.eval("document.activeElement.id") == "find"
+            for letter in "corpus":
+                chrome.key(letter, letter)
+            assert chrome.eval("document.querySelectorAll('#rows tr:not([hidden])').length") == 6
+            chrome.key("Escape")
+            chrome.eval("document.querySelector('button[data-state=failed]').focus()")
+            chrome.key("Enter", "\r")
+            visible = "[...document.querySelectorAll('#rows tr:not([hidden])')].map(r => r.id)"
+            chrome.wait(f"{visible}.length === 1")
+            assert chrome.eval(visible) == ["job:broken"]
+            s.snapshot = a_busy_box()
+            s.snapshot.jobs = [j for j in s.snapshot.jobs if j.id != "stopped"]
+            chrome.wait("document.getElementById('job:stopped') === null")
+            assert chrome.eval(visible) == ["job:broken"], "still sifted after an update"
+            assert chrome.eval("document.activeElement.dataset.state") == "failed", "the focus stayed"
+
+    def test_what_is_being_copied_is_not_torn_away(self, chrome: Browser) -> None:
+        with stage(snapshot(job("a"), job("b"))) as s:
+            live(s, chrome)
+            chrome.eval("getSelection().selectAllChildren(document.querySelector('[id=\"job:a\"] .id'))")
+            s.snapshot = snapshot(job("a", step=901), job("b", step=902))
+            chrome.wait("document.getElementById('job:b').innerText.includes('902')")
+            assert chrome.eval("getSelection().toString()") == "a"
+            chrome.eval("getSelection().removeAllRanges()")
+            s.snapshot = snapshot(job("a", step=903), job("b", step=904))
+            chrome.wait("document.getElementById('job:a').innerText.includes('903')")
+
+    @pytest.mark.parametrize("width", [320, 390, 768, 1024, 1280, 2560])
+    def test_nothing_sticks_out_at_any_width(self, chrome: Browser, width: int) -> None:
+        with stage(a_busy_box()) as s:
+            live(s, chrome, width)
+            assert chrome.eval("document.documentElement.scrollWidth") <= width
+            cells = "[...document.querySelectorAll('#rows td, #rows th')]"
+            assert chrome.eval(f"{cells}.every(e => e.scrollWidth <= e.clientWidth + 1)")
+
+    @pytest.mark.parametrize("dark", [False, True])
+    def test_every_text_can_be_read(self, chrome: Browser, dark: bool) -> None:
+        """Contrast of at least 4.5 to 1 (WCAG 2.2, AA)."""
+        with stage(a_busy_box()) as s:
+            live(s, chrome, dark=dark)
+            assert chrome.eval(FAINT) == []
+
+    def test_a_screen_reader_finds_its_way(self, chrome: Browser) -> None:
+        with stage(a_busy_box()) as s:
+            live(s, chrome, 390)  # as cards, too, the table is a table
+            nodes = chrome.call("Accessibility.getFullAXTree")["nodes"]
+            names = {(n["role"]["value"], n.get("name", {}).get("value")) for n in nodes if not n.get("ignored")}
+            roles = [n["role"]["value"] for n in nodes if not n.get("ignored")]
+            assert {"table", "row", "columnheader", "rowheader", "main", "contentinfo", "banner"} <= set(roles)
+            assert ("link", "Skip to the jobs") in names and ("searchbox", "Find a job") in names
+            assert ("region", "What is wrong") in names and ("region", "Lanes and dies") in names
+            assert not [n for n in names if n[0] in ("image", "button", "progressbar", "img", "link") and not n[1]]
+            assert chrome.eval("document.documentElement.lang") == "en"
+
+
+FAINT = r"""
+(() => {
+  const parse = (c) => c.match(/[\d.]+/g).map(Number);
+  const linear = (v) => v <= .04045 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4;
+  const light = ([r, g, b]) => [r, g, b].map(v => linear(v / 255))
+      .reduce((sum, v, i) => sum + v * [.2126, .7152, .0722][i], 0);
+  const behind = (e) => { for (; e; e = e.parentElement) { const c = parse(getComputedStyle(e).backgroundColor);
+      if (c.length < 4 || c[3] > 0) return c; } return [255, 255, 255]; };
+  const faint = [];
+  const walk = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (walk.nextNode()) {
+    const e = walk.currentNode.parentElement;
+    if (!walk.currentNode.textContent.trim() || !e.getClientRects().length || e.closest('svg')) continue;
+    const [a, b] = [light(parse(getComputedStyle(e).color)), light(behind(e))].sort((x, y) => y - x);
+    const ratio = (a + .05) / (b + .05);
+    if (ratio < 4.5) faint.push(`${e.className} ${walk.currentNode.textContent.trim()} ${ratio.toFixed(2)}`);
+  }
+  return faint;
+})()
+"""
+
+
+# ---- over HTTP -------------------------------------------------------------------------------------------------------
+
+
+def refusal(s: Stage, path: str, **headers: str) -> int:
+    try:
+        s.get(path, **headers)
+    except urllib.error.HTTPError as e:
+        return e.code
+    return 200
+
+
+def test_a_foreign_name_for_this_address_gets_nothing() -> None:
+    """DNS rebinding: a web page elsewhere has its own name lead to 127.0.0.1."""
+    with stage(snapshot()) as s:
+        port = s.web.port
+        for host in (f"127.0.0.1:{port}", f"localhost:{port}", f"[::1]:{port}", "box", "192.168.1.7"):
+            assert refusal(s, "", Host=host) == 200, host
+        for host in (f"evil.example:{port}", "rebind.attacker.net", "127.0.0.1.nip.io"):
+            assert refusal(s, "", Host=host) == 421 and refusal(s, "events", Host=host) == 421
+        assert refusal(s, "metrics", Host="scrape.me.example") == 200
+
+
+def test_there_is_nothing_else_and_nothing_to_write() -> None:
+    with stage(snapshot()) as s:
+        for path in ("x", "..%2f..%2fetc/passwd", "page.html", "parts.html", "templates/page.css"):
+            assert refusal(s, path) == 404
+        assert '"GET"' not in s.get("page.js") and "fetch(" not in s.get("page.js")
+
+
+def test_it_can_be_read_without_scripts() -> None:
+    with stage(a_busy_box()) as s:
+        page = s.get()
+        assert "code-a" in page and "http-equiv" in page and ' style="' not in page and " onclick" not in page

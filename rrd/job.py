@@ -57,7 +57,7 @@ class JobSpec(BaseModel):
                               use_attribute_docstrings=True)
 
     model: AbsPath
-    """Directory of the base model: `config.json` and safetensors files."""
+    """The base model: a directory with safetensors files, and `config.json` where the family has one; or one such file."""
     data: AbsPath
     """Training data: a `.jsonl` or `.txt` file."""
     output: AbsPath | None = None
@@ -94,6 +94,8 @@ class JobSpec(BaseModel):
     """Micro-steps whose gradients make one step."""
     seq_len: int = Field(default=512, ge=2, le=1_048_576)
     """Longest sample, in tokens."""
+    chunk_len: int | None = Field(default=None, ge=16, le=1_048_576)
+    """RWKV models: tokens of a sample in memory at once, the rest follows exactly, piece by piece; left out: 2048."""
     too_long: Literal["truncate", "split"] = "truncate"
     """What to do with a longer sample: cut off its end, or make several of it."""
     max_bad_lines: int = Field(default=100, ge=0, le=MAX_STEPS)
@@ -107,10 +109,10 @@ class JobSpec(BaseModel):
     """Learning rate at the end of the schedule."""
     weight_decay: float = Field(default=0.0, ge=0, le=10)
     """AdamW's decay of the weights."""
-    betas: Betas = (0.9, 0.999)
-    """AdamW's averaging of gradients and of their squares."""
-    eps: float = Field(default=1e-8, gt=0, le=1)
-    """AdamW's guard against division by zero."""
+    betas: Betas | None = None
+    """AdamW's averaging of gradients and of their squares; left out: [0.9, 0.999], or the family's own for "full"."""
+    eps: float | None = Field(default=None, gt=0, le=1)
+    """AdamW's guard against division by zero; left out: 1e-8, or the family's own for "full"."""
     clip_norm: float = Field(default=1.0, ge=0, le=1e6)
     """Longest gradient, all parameters together; 0 does not clip."""
     seed: int = Field(default=0, ge=0, lt=2**63)
@@ -297,8 +299,8 @@ def _check_input(key: str, path: str, roots: tuple[Path, ...]) -> None:
     if real.suffix.lower() in {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".npy"}:
         raise BadJob(f"`{key}` is a {real.suffix} file, which may run code when it is opened: {show(path)}", key=key,
                      hint=_CONVERT if key == "model" else "give text: a .jsonl or .txt file")
-    if key == "model" and real.suffix.lower() in {".safetensors", ".gguf", ".json"}:
-        raise BadJob(f"`model` must be a directory, not the file {show(path)}", key=key,
+    if key == "model" and real.suffix.lower() in {".gguf", ".json"}:
+        raise BadJob(f"`model` must be a directory or a .safetensors file, not {show(path)}", key=key,
                      hint="name the directory with config.json and *.safetensors")
     if roots and not any(real.is_relative_to(os.path.realpath(root)) for root in roots):
         which = "model_roots" if key in {"model", "tokenizer"} else "data_roots"

@@ -145,17 +145,27 @@ def _tensor(path: Path, name: str, entry: Any, data: int) -> TensorInfo:
     return TensorInfo(dtype, shape, data + begin, nbytes)
 
 
-def model_tensors(model_dir: Path) -> dict[str, Located]:
-    """Every tensor of a model directory: of its index's shards, or of its one safetensors file.
+def model_tensors(model: Path) -> dict[str, Located]:
+    """Every tensor of a model: of a directory's shards or its one safetensors file, or of ``model``, such a file.
 
     Raises:
         BadJob: there is none, a shard is missing, or one does not hold what the index says.
     """
-    index = model_dir / "model.safetensors.index.json"
+    index = model / "model.safetensors.index.json"
     if index.exists():
         return _sharded(index)
-    path = _single(model_dir)
+    path = model if is_file(model) else _single(model)
     return {name: Located(path, info) for name, info in read_header(path).tensors.items()}
+
+
+def is_file(model: Path) -> bool:
+    """Whether a model is given by a single file in place of a directory."""
+    return model.suffix == ".safetensors" and not model.is_dir()
+
+
+def home_of(model: Path) -> Path:
+    """The directory in which a model's config.json and tokenizer lie: itself, or that of its one file."""
+    return model.parent if is_file(model) else model
 
 
 def _single(model_dir: Path) -> Path:

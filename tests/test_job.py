@@ -32,7 +32,7 @@ def spec(**keys: object) -> JobSpec:
 BAD: list[tuple[str | bytes, int, str, str]] = [
     (b"", 0, "", "the file is empty"),
     (b" \n\n", 0, "", "the file is empty"),
-    ("# only a comment\n", 0, "model", "`model` is missing (add a line `model = …`: Directory of the base model"),
+    ("# only a comment\n", 0, "model", "`model` is missing (add a line `model = …`: The base model"),
     ('model = "/m"\n', 0, "data", "`data` is missing"),
     (b"\xef\xbb\xbf" + GOOD.encode(), 1, "", "starts with a byte order mark"),
     ("model = 'x'".encode("utf-16"), 1, "", "is UTF-16 (save it as UTF-8)"),
@@ -288,7 +288,7 @@ def test_paths_inside_the_roots_are_fine_and_need_not_exist(tmp_path: Path, conf
     ("eval_data", "/d", "`eval_data` lies outside data_roots"),
     ("model", "{}/models/pytorch_model.bin", "may run code when it is opened"),
     ("model", "{}/models/m.PTH", "convert it: python"),
-    ("model", "{}/models/m.safetensors", "must be a directory"),
+    ("model", "{}/models/m.gguf", "must be a directory or a .safetensors file"),
     ("data", "{}/data/d.pt", "give text"),
     ("output", "{}/models", "holds other things"),
     ("output", "/", "holds other things"),

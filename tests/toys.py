@@ -48,6 +48,13 @@ def make_model(path: Path, *, hidden: int = 32, layers: int = 2, heads: int = 4,
             at + "mlp.down_proj.weight": matrix(hidden, ffn), at + "input_layernorm.weight": torch.ones(hidden),
             at + "post_attention_layernorm.weight": torch.ones(hidden)}
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    make_tokenizer(path, vocab)
+    return path
+
+
+def make_tokenizer(path: Path, vocab: int) -> None:
+    """A byte-level ``tokenizer.json`` with an end token."""
+    path.mkdir(parents=True, exist_ok=True)
     tok = Tokenizer(models.BPE())
     tok.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tok.decoder = decoders.ByteLevel()
@@ -56,7 +63,6 @@ def make_model(path: Path, *, hidden: int = 32, layers: int = 2, heads: int = 4,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
     tok.save(str(path / "tokenizer.json"))
     (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>"}))
-    return path
 
 
 def make_data(path: Path, rows: int = 24) -> Path:

@@ -16,7 +16,7 @@ from torch import Tensor
 from rrd.errors import BadJob
 from rrd.models.dtypes import OF_FILE
 from rrd.models.registry import Family, Shape, family_of
-from rrd.safetensors_header import Located, model_tensors, open_file, read_json
+from rrd.safetensors_header import Located, home_of, model_tensors, open_file, read_json
 from rrd.text import one_line
 
 PIECE = 16 << 20
@@ -47,7 +47,8 @@ class ModelFiles:
 def inspect(model_dir: Path) -> ModelFiles:
     """Read the headers and ``config.json`` and check that every tensor is there, in its shape. Raises BadJob."""
     located = model_tensors(model_dir)
-    raw = read_json(model_dir / "config.json") if (model_dir / "config.json").exists() else {}
+    config_file = home_of(model_dir) / "config.json"
+    raw = read_json(config_file) if config_file.exists() else {}
     shapes = {name: t.info.shape for name, t in located.items()}
     try:
         family = family_of(raw, shapes.keys())
@@ -55,26 +56,34 @@ def inspect(model_dir: Path) -> ModelFiles:
     except BadJob as e:
         raise BadJob(e.message, hint=e.hint, file=str(model_dir)) from None
     wanted = dict(family.tensors(config))
-    _compare(model_dir, wanted, located, ignored={n for n in shapes if family.ignores(n, config)})
+    ignored = {n for n in shapes if family.ignores(n, config)}
+    _compare(model_dir, wanted, located, ignored, source="its config.json" if raw else f"the layout of {family.name}")
     return ModelFiles(model_dir, raw, family, config, wanted, located)
 
 
-def _compare(model_dir: Path, wanted: Mapping[str, Shape], located: Mapping[str, Located], ignored: set[str]) -> None:
-    if missing := [n for n in wanted if n not in located]:
+def _compare(model_dir: Path, wanted: Mapping[str, Shape], located: Mapping[str, Located], ignored: set[str],
+             source: str) -> None:
+    missing = [n for n in wanted if n not in located]
+    extra = [n for n in located if n not in wanted and n not in ignored]
+    if missing and extra:
+        _refuse(model_dir, f"lacks {_named(missing)}, and holds what {source} does not explain: {_named(extra)}",
+                "is it a model of another kind?")
+    if missing:
         _refuse(model_dir, f"lacks {_named(missing)}", "fetch the model again, all of its files")
-    if extra := [n for n in located if n not in wanted and n not in ignored]:
-        _refuse(model_dir, f"holds tensors that its config.json does not explain: {_named(extra)}", "")
+    if extra:
+        _refuse(model_dir, f"holds tensors that {source} does not explain: {_named(extra)}", "")
     for name, shape in wanted.items():
         info = located[name].info
         if info.shape != shape:
-            _refuse(model_dir, f"has {name} in shape {list(info.shape)}, and its config.json says {list(shape)}", "")
+            _refuse(model_dir, f"has {name} in shape {list(info.shape)}, and {source} says {list(shape)}", "")
         if info.dtype not in OF_FILE:
             _refuse(model_dir, f"has {name} in dtype {info.dtype}, which is no float we can read",
                     "use the model's float weights (bfloat16, float16 or float32)")
 
 
 def _named(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    shown = 8
+    return ", ".join(names[:shown]) + (f" and {len(names) - shown} more" if len(names) > shown else "")
 
 
 def _refuse(path: Path, why: str, hint: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -13,6 +14,7 @@ from rrd.errors import BadJob
 
 if TYPE_CHECKING:
     from rrd.models.base import Base
+    from rrd.optim.adamw import Rule
 
 Shape = tuple[int, ...]
 
@@ -53,6 +55,16 @@ class CausalLM(nn.Module):
         return nn.functional.linear(hidden, self.head_weight.to(hidden.dtype))
 
 
+@dataclass(frozen=True)
+class Recipe:
+    """How a family's models are trained as a whole, where a job does not say; for ``method = "full"`` alone."""
+
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    rule: Rule | None = None
+    """Which parameters decay, and whose learning rate differs; None: matrices decay."""
+
+
 class Family(Protocol):
     """What rrd must know of a kind of model. All methods are pure; none reads a file."""
 
@@ -79,10 +91,16 @@ class Family(Protocol):
         """The module tree, to be called under the meta device; ``compute``: the dtype of activations."""
 
 
+def recipe_of(family: Family) -> Recipe:
+    """The family's ``recipe``, or the usual one."""
+    return getattr(family, "recipe", Recipe())
+
+
 def families() -> tuple[Family, ...]:
     from rrd.models.llama import Llama
+    from rrd.models.rwkv7 import Rwkv7
 
-    return (Llama(),)
+    return (Llama(), Rwkv7())
 
 
 def family_of(config: Mapping[str, Any], keys: Collection[str], *, where: str = "") -> Family:

@@ -7,7 +7,8 @@ q, k and v) can be multiplied as one matrix.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import groupby
 from math import prod
 from typing import NamedTuple
 
@@ -26,8 +27,23 @@ class Slot(NamedTuple):
     numel: int
 
 
+class Treatment(NamedTuple):
+    """How a parameter is updated."""
+
+    decayed: bool
+    lr_scale: float = 1.0
+
+
+Rule = Callable[[str, nn.Parameter], Treatment]
+
+
+def matrices_decay(name: str, p: nn.Parameter) -> Treatment:
+    """The usual rule: weight decay on matrices, none on vectors."""
+    return Treatment(decayed=p.dim() >= 2)
+
+
 class AdamW:
-    """AdamW with decoupled weight decay on matrices only; moments and masters are always fp32.
+    """AdamW with decoupled weight decay where ``rule`` says; moments and masters are always fp32.
 
     Taking over a parameter makes an fp32 one a view of ``flat["param"]``. One stored in another dtype keeps its
     storage, in one buffer of its own dtype and the same layout, and is refreshed from its master after each step.
@@ -43,13 +59,14 @@ class AdamW:
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
+        rule: Rule = matrices_decay,
     ) -> None:
-        """``params``: (name, parameter) pairs, no parameter twice; of one device. Order is kept, matrices first."""
+        """``params``: (name, parameter) pairs, no parameter twice; of one device. Order is kept, decayed ones first."""
         assert params and len({id(p) for _, p in params}) == len(params), "nothing to train, or a parameter twice"
-        ordered = [np for np in params if np[1].dim() >= 2] + [np for np in params if np[1].dim() < 2]
+        ordered = sorted(params, key=lambda np: _place_in_order(rule(*np)))
         self.layout = _lay_out(ordered)
         self.betas, self.eps, self.weight_decay = betas, eps, weight_decay
-        self.decayed = sum(s.numel for s in self.layout if len(s.shape) >= 2)
+        self.groups = _groups([rule(*np) for np in ordered], self.layout)
         self.steps = 0
         """Updates applied so far; the bias correction counts them."""
         size, device = self.layout[-1].offset + self.layout[-1].numel, ordered[0][1].device
@@ -89,8 +106,8 @@ class AdamW:
     def step(self, lr: float, scale: float = 1.0) -> None:
         """One update with the gathered gradient times ``scale``; ``grad`` may be changed by it."""
         self.steps += 1
-        self._update(slice(0, self.decayed), lr, self.weight_decay, scale)
-        self._update(slice(self.decayed, None), lr, 0.0, scale)
+        for part, treatment in self.groups:
+            self._update(part, lr * treatment.lr_scale, self.weight_decay if treatment.decayed else 0.0, scale)
         self.refresh()
 
     @torch.no_grad()
@@ -102,8 +119,6 @@ class AdamW:
     def _update(self, part: slice, lr: float, decay: float, scale: float) -> None:
         p, g = self.flat["param"][part], self.grad[part]
         m, v = self.flat["exp_avg"][part], self.flat["exp_avg_sq"][part]
-        if p.numel() == 0:
-            return
         if _FUSED:
             _fused(p, g, m, v, self.steps, lr=lr, betas=self.betas, eps=self.eps, decay=decay, scale=scale)
         else:
@@ -132,6 +147,19 @@ def _lay_out(params: Sequence[tuple[str, nn.Parameter]]) -> list[Slot]:
         layout.append(Slot(name, tuple(p.shape), offset, prod(p.shape)))
         offset += p.numel()
     return layout
+
+
+def _place_in_order(treatment: Treatment) -> tuple[bool, float]:
+    return not treatment.decayed, treatment.lr_scale
+
+
+def _groups(treatments: Sequence[Treatment], layout: Sequence[Slot]) -> list[tuple[slice, Treatment]]:
+    """The flat buffers' parts that are updated alike."""
+    groups = []
+    for treatment, members in groupby(zip(treatments, layout, strict=True), key=lambda member: member[0]):
+        slots = [slot for _, slot in members]
+        groups.append((slice(slots[0].offset, slots[-1].offset + slots[-1].numel), treatment))
+    return groups
 
 
 def _fused(

@@ -18,7 +18,8 @@ from rrd.errors import Damaged
 from rrd.job import JobSpec, identity_keys
 from rrd.lora import attach
 from rrd.models import Base, build
-from rrd.optim import AdamW
+from rrd.models.registry import Recipe, recipe_of
+from rrd.optim.adamw import AdamW, matrices_decay
 from rrd.train.data import Dataset
 from rrd.train.schedule import lr_at
 from rrd.train.state import FORMAT, machine_facts
@@ -32,7 +33,9 @@ class Trainer:
         self.spec, self.base, self.data, self.held_out, self.threads = spec, base, data, held_out, threads
         self.model = build(base)
         self.named = self._trainable()
-        self.optimizer = AdamW(self.named, betas=spec.betas, eps=spec.eps, weight_decay=spec.weight_decay)
+        recipe = recipe_of(base.family) if spec.method == "full" else Recipe()
+        self.optimizer = AdamW(self.named, betas=spec.betas or recipe.betas, eps=spec.eps or recipe.eps,
+                               weight_decay=spec.weight_decay, rule=recipe.rule or matrices_decay)
         self.step = 0
         self.tokens = 0
         self.seconds = 0.0
@@ -102,7 +105,7 @@ class Trainer:
             "format": FORMAT, "step": self.step, "tokens": self.tokens, "seconds": self.seconds,
             "history_bytes": history_bytes,
             "schedule": {"total": total, "lr": self.lr(total).hex()},
-            "optimizer": {"steps": self.optimizer.steps, "betas": list(s.betas), "eps": s.eps,
+            "optimizer": {"steps": self.optimizer.steps, "betas": list(self.optimizer.betas), "eps": self.optimizer.eps,
                           "weight_decay": s.weight_decay, "clip_norm": s.clip_norm},
             "rng": {"kind": "counter", "seed": s.seed, "next": seed_of(s.seed, self.step, 0)},
             "data": {"digest": self.data.digest, "samples": len(self.data), "position": self.position,

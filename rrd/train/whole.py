@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rrd.errors import BadJob
-from rrd.safetensors_header import Located, model_tensors, read_json
+from rrd.safetensors_header import Located, home_of, model_tensors, read_json
 from rrd.train.read import open_regular
 from rrd.train.sealed import Sealing
 from rrd.train.tensor_file import DTYPES, Entry, read_tensor, stream
@@ -59,7 +59,8 @@ def add_trained(new: Sealing, model_dir: Path, trained: Mapping[str, Tensor], *,
                 alive: Callable[[float], None] = lambda _: None) -> int:
     """The model in ``model_dir`` with ``trained`` in place of its weights. Returns how many tensors changed."""
     found = model_tensors(model_dir)
-    tied = bool(read_json(model_dir / "config.json").get("tie_word_embeddings")) and _HEAD not in trained
+    config = home_of(model_dir) / "config.json"
+    tied = config.exists() and bool(read_json(config).get("tie_word_embeddings")) and _HEAD not in trained
     changed = 0
 
     def make(name: str, old: Tensor) -> Tensor:
@@ -89,9 +90,10 @@ def _add(new: Sealing, model_dir: Path, inside: str, found: Mapping[str, Located
 
     chunks, size = stream((one(name, at) for name, at in found.items()), alive)
     new.add(inside + WEIGHTS, chunks, size=size)
+    home = home_of(model_dir)
     for name in BESIDE:
-        if (model_dir / name).is_file():
-            new.add(inside + name, _bytes(model_dir / name))
+        if (home / name).is_file():
+            new.add(inside + name, _bytes(home / name))
 
 
 def _bytes(file: Path) -> Iterator[bytes]:

@@ -94,7 +94,8 @@ def prepare(spec: JobSpec, cache_dir: Path, alive: Alive) -> tuple[data.Prepared
     """Tokenize the job's data, and the held-out data if it has any, into the cache; quick when done before."""
 
     def one(path: str, what: str) -> data.Prepared:
-        return data.prepare(path, spec.tokenizer or str(home_of(Path(spec.model))), seq_len=spec.seq_len, too_long=spec.too_long,
+        tokenizer = spec.tokenizer or str(home_of(Path(spec.model)))
+        return data.prepare(path, tokenizer, seq_len=spec.seq_len, too_long=spec.too_long,
                             max_bad_lines=spec.max_bad_lines, cache_dir=cache_dir / "data",
                             progress=lambda share: alive(what, share))
 

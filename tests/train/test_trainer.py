@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from boxes import toy_keys
+from rwkv_toys import make_rwkv
 
 from rrd.job import JobSpec
 from rrd.models import load_base
@@ -18,8 +19,12 @@ from rrd.train.trainer import Trainer
 STEPS = 12
 
 
-def make_trainer(tmp_path: Path, **keys: Any) -> Trainer:
-    spec = JobSpec.model_validate({**toy_keys(tmp_path), **keys})
+def make_trainer(tmp_path: Path, *, family: str = "llama", **keys: Any) -> Trainer:
+    toys = toy_keys(tmp_path)
+    if family == "rwkv7":
+        toys["model"] = str(tmp_path / "rwkv7")
+        make_rwkv(tmp_path / "rwkv7")
+    spec = JobSpec.model_validate({**toys, **keys})
     data = prepare(spec.data, spec.model, seq_len=spec.seq_len, cache_dir=tmp_path / "cache")
     dtype = torch.bfloat16 if spec.dtype == "bfloat16" else torch.float32
     base = load_base(spec.model, dtype=dtype, trainable=spec.method == "full")
@@ -42,6 +47,9 @@ JOBS = [
     pytest.param({"method": "full", "weight_decay": 0.1}, id="full"),
     pytest.param({"method": "full", "dtype": "bfloat16"}, id="full-bf16"),
     pytest.param({"gradient_checkpointing": True}, id="checkpointed"),
+    pytest.param({"family": "rwkv7"}, id="rwkv7"),
+    pytest.param({"family": "rwkv7", "dtype": "bfloat16", "gradient_checkpointing": True}, id="rwkv7-checkpointed"),
+    pytest.param({"family": "rwkv7", "method": "full", "weight_decay": 0.1, "lr": 1e-3}, id="rwkv7-full"),
 ]
 
 

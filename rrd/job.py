@@ -57,7 +57,7 @@ class JobSpec(BaseModel):
                               use_attribute_docstrings=True)
 
     model: AbsPath
-    """The base model: a directory with safetensors files, and `config.json` where the family has one; or one such file."""
+    """Base model: a directory with safetensors files, and `config.json` where the family has one; or one such file."""
     data: AbsPath
     """Training data: a `.jsonl` or `.txt` file."""
     output: AbsPath | None = None

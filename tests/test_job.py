@@ -32,7 +32,7 @@ def spec(**keys: object) -> JobSpec:
 BAD: list[tuple[str | bytes, int, str, str]] = [
     (b"", 0, "", "the file is empty"),
     (b" \n\n", 0, "", "the file is empty"),
-    ("# only a comment\n", 0, "model", "`model` is missing (add a line `model = …`: The base model"),
+    ("# only a comment\n", 0, "model", "`model` is missing (add a line `model = …`: Base model"),
     ('model = "/m"\n', 0, "data", "`data` is missing"),
     (b"\xef\xbb\xbf" + GOOD.encode(), 1, "", "starts with a byte order mark"),
     ("model = 'x'".encode("utf-16"), 1, "", "is UTF-16 (save it as UTF-8)"),

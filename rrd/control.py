@@ -9,6 +9,7 @@ import json
 import os
 import socket
 import struct
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,16 +32,31 @@ class Control:
         self._server: asyncio.AbstractServer | None = None
 
     async def start(self) -> None:
-        """Listen. The daemon holds the state directory's lock, so a socket that is there already is a dead one's."""
+        """Listen. The daemon holds the state directory's lock, so a socket that is there already is a dead one's.
+
+        Raises RrdError when the socket cannot be made.
+        """
+        try:
+            self._server = await asyncio.start_unix_server(self._serve, sock=self._bind(), limit=MAX_LINE)
+        except OSError as e:
+            raise RrdError(f"the control socket {self.path} cannot be made: {(e.strerror or str(e)).lower()}",
+                           hint="choose another run_dir") from e
+
+    def _bind(self) -> socket.socket:
+        """The socket with its owner and mode; nobody can connect before it listens."""
         with contextlib.suppress(FileNotFoundError):
             self.path.unlink()
-        old = os.umask(0o117)
+        sock, mode = socket.socket(socket.AF_UNIX), 0o600
         try:
-            self._server = await asyncio.start_unix_server(self._serve, self.path, limit=MAX_LINE)
-        finally:
-            os.umask(old)
-        with contextlib.suppress(KeyError, PermissionError):  # no such group, or an ordinary user: the owner only
-            os.chown(self.path, -1, grp.getgrnam(self.group).gr_gid)
+            sock.bind(str(self.path))
+            with contextlib.suppress(KeyError, PermissionError):  # no such group, or an ordinary user: the owner only
+                os.chown(self.path, -1, grp.getgrnam(self.group).gr_gid)
+                mode = 0o660
+            self.path.chmod(mode)
+        except OSError:
+            sock.close()
+            raise
+        return sock
 
     async def stop(self) -> None:
         if self._server is not None:
@@ -49,11 +65,19 @@ class Control:
                 self.path.unlink()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError, asyncio.TimeoutError, asyncio.CancelledError):
+        uid = _peer(writer)
+        try:
             while line := await asyncio.wait_for(_line(reader), IDLE_SECONDS):
-                writer.write(self._answer(line, _peer(writer)) + b"\n")
+                writer.write(self._answer(line, uid))
                 await asyncio.wait_for(writer.drain(), IDLE_SECONDS)
-        writer.close()
+        except asyncio.LimitOverrunError:
+            writer.write(_error(f"a request has at most {MAX_LINE} bytes", "", 2))
+        except asyncio.TimeoutError:
+            writer.transport.abort()  # what it did not take is not kept for it
+        except (OSError, asyncio.CancelledError):
+            pass  # the client is gone, or we are
+        finally:
+            writer.close()
 
     def _answer(self, line: bytes, uid: int) -> bytes:
         try:
@@ -65,16 +89,18 @@ class Control:
             return _error(e.message, e.hint, e.exit_code)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
             return _error(f"this is no request of ours: {one_line(f'{type(e).__name__}: {e}', 200)}", "", 2)
-        return result if isinstance(result, bytes) else json.dumps({"ok": True, "result": result}).encode()
+        except Exception as e:
+            traceback.print_exc()
+            return _error(one_line(f"{type(e).__name__}: {e}", 200), "this is a bug of rrd; its log has the stack", 1)
+        return (result if isinstance(result, bytes) else json.dumps({"ok": True, "result": result}).encode()) + b"\n"
 
 
 async def _line(reader: asyncio.StreamReader) -> bytes:
+    """The next line; what there is of it at the end of the stream. Raises LimitOverrunError."""
     try:
         return await reader.readuntil(b"\n")
     except asyncio.IncompleteReadError as e:
         return e.partial
-    except asyncio.LimitOverrunError:
-        return b"{}"  # answered as the nonsense it is; the connection then ends
 
 
 def _peer(writer: asyncio.StreamWriter) -> int:
@@ -84,4 +110,4 @@ def _peer(writer: asyncio.StreamWriter) -> int:
 
 
 def _error(message: str, hint: str, code: int) -> bytes:
-    return json.dumps({"ok": False, "error": {"message": message, "hint": hint, "exit_code": code}}).encode()
+    return json.dumps({"ok": False, "error": {"message": message, "hint": hint, "exit_code": code}}).encode() + b"\n"

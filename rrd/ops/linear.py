@@ -8,7 +8,7 @@ multiplied as one matrix; the adapter adds into the product; a residual is where
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rrd.ops import grad
 from rrd.ops.grad import add_product, add_sum, adjoin
+from rrd.ops.stored import blocks
 
 
 class Adapter(Protocol):
@@ -95,13 +96,18 @@ class Plan:
                 first += m.lora.a.shape[0]
         return adapted
 
-    def weights(self) -> list[tuple[int, Tensor]]:
-        """(first column of the packed output, weight [columns, in]): as few matrices as can be."""
-        starts, column = [], 0
-        for w in self._weights:
-            starts.append((column, w.to(self.dtype)))
-            column += w.shape[0]
-        return starts
+    def weights(self) -> Iterator[tuple[int, Tensor]]:
+        """(first column of the packed output, weight [columns, in]): as few matrices as can be, each until the next."""
+        column = 0
+        for stored in self._weights:
+            for first, w in blocks(stored, self.dtype):
+                yield column + first, w
+            column += len(stored)
+
+    @property
+    def is_one(self) -> bool:
+        """Whether ``weights`` is a single matrix."""
+        return len(self._weights) == 1 and self._weights[0].dtype == self.dtype
 
     def a(self) -> Tensor:
         """All A's, one below the other: [sum of ranks, in]."""
@@ -158,13 +164,12 @@ def _columns(x: Tensor, first: int, width: int) -> Tensor:
 
 def _products(x: Tensor, residual: Tensor | None, plan: Plan) -> Tensor:
     """[M, sum of outs]: residual + W x + bias."""
-    weights = plan.weights()
-    if len(weights) == 1:
-        w = weights[0][1].t()
-        y = torch.mm(x, w) if residual is None else torch.addmm(residual, x, w)
+    if plan.is_one:
+        ((_, w),) = plan.weights()
+        y = torch.mm(x, w.t()) if residual is None else torch.addmm(residual, x, w.t())
     else:
         y = x.new_empty(x.shape[0], plan.width) if residual is None else residual.clone()
-        for column, w in weights:
+        for column, w in plan.weights():
             part = y.narrow(1, column, w.shape[0])
             torch.addmm(part, x, w.t(), beta=0.0 if residual is None else 1.0, out=part)
     for m, column, width in plan.biased:

@@ -7,13 +7,16 @@ in a kernel).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from rrd.ops.grad import add_product
+from rrd.ops.stored import blocks
 
-SLICE = 1 << 22
-"""Logits that may exist at once: 16 MB of fp32."""
+SLICE = 1 << 23
+"""Logits that may exist at once: 32 MB of fp32. Slices of fewer rows would multiply more slowly."""
 
 
 def loss_and_grad(hidden: Tensor, head: Tensor, targets: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
@@ -23,52 +26,50 @@ def loss_and_grad(hidden: Tensor, head: Tensor, targets: Tensor, *, scale: float
     ``scale`` times its gradient is added to it.
     """
     total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-    grad = torch.empty_like(hidden)
-    w = head.detach().to(hidden.dtype)
-    slices = _slices(len(hidden), len(head))
-    buffer = _buffer(slices, w)
-    for rows in slices:
-        x = hidden[rows]
-        losses, p = _losses(torch.mm(x, w.t(), out=buffer[: len(x)]), targets[rows])
+    grad = torch.zeros_like(hidden)
+    for rows, logits in _slices(hidden, head):
+        losses, p = _losses(logits, targets[rows])
         total += losses.sum()
         p[torch.arange(len(p), device=p.device), targets[rows]] -= 1.0
         d_logits = p.to(hidden.dtype)
-        torch.addmm(grad[rows], d_logits, w, beta=0.0, alpha=scale, out=grad[rows])
+        for first, w in blocks(head.detach(), hidden.dtype):
+            grad[rows].addmm_(d_logits[:, first : first + len(w)], w, alpha=scale)
         if head.requires_grad:
-            add_product([head], d_logits, x, scale=scale)
+            add_product([head], d_logits, hidden[rows], scale=scale)
     return total, grad
 
 
 def loss_sum(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
     """The summed cross-entropy alone, for evaluation. Shapes as above."""
     total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-    w = head.detach().to(hidden.dtype)
-    slices = _slices(len(hidden), len(head))
-    buffer = _buffer(slices, w)
-    for rows in slices:
-        x = hidden[rows]
-        total += _losses(torch.mm(x, w.t(), out=buffer[: len(x)]), targets[rows])[0].sum()
+    for rows, logits in _slices(hidden, head):
+        total += _losses(logits, targets[rows])[0].sum()
     return total
 
 
-def _slices(rows: int, words: int) -> list[slice]:
-    """Slices of about one size, each of at most ``SLICE`` logits (and of one row at least)."""
+def _slices(hidden: Tensor, head: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Slices of rows, about equal, and their logits, which last until the next slice."""
+    rows, words = len(hidden), len(head)
     count = -(-rows // max(1, SLICE // words))
     size = -(-rows // max(1, count))
-    return [slice(i, min(i + size, rows)) for i in range(0, rows, max(1, size))]
+    buffer = _buffer(size * words, hidden)
+    for start in range(0, rows, max(1, size)):
+        x = hidden[start : start + size]
+        logits = buffer[: len(x) * words].view(len(x), words)
+        for first, w in blocks(head.detach(), hidden.dtype):
+            torch.mm(x, w.t(), out=logits[:, first : first + len(w)])
+        yield slice(start, start + len(x)), logits
 
 
 _kept: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 """The buffers: fresh memory for every slice would cost its page faults, a tenth of the product's time."""
 
 
-def _buffer(slices: list[slice], head: Tensor) -> Tensor:
-    """Room for one slice's logits: [rows, V]."""
-    rows, words = max((s.stop - s.start for s in slices), default=0), len(head)
-    key = head.device, head.dtype
-    if key not in _kept or _kept[key].numel() < rows * words:
-        _kept[key] = torch.empty(rows * words, device=head.device, dtype=head.dtype)
-    return _kept[key][: rows * words].view(rows, words)
+def _buffer(size: int, like: Tensor) -> Tensor:
+    key = like.device, like.dtype
+    if key not in _kept or _kept[key].numel() < size:
+        _kept[key] = torch.empty(size, device=like.device, dtype=like.dtype)
+    return _kept[key]
 
 
 def _losses(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

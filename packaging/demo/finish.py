@@ -6,6 +6,7 @@ Prints a table of losses and adapters, and a script that loads one with PEFT. ``
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
@@ -30,7 +31,7 @@ model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), "{
 
 prompt = tokenizer("The Jargon File on “kluge”:\\n", return_tensors="pt")
 def answer():
-    tokens = model.generate(**prompt, max_new_tokens=40, do_sample=False, repetition_penalty=1.2)
+    tokens = model.generate(**prompt, max_new_tokens=30, do_sample=False, repetition_penalty=1.2)
     return tokenizer.decode(tokens[0][prompt.input_ids.shape[1]:], skip_special_tokens=True).strip()
 
 with model.disable_adapter():
@@ -119,7 +120,8 @@ def write_script(demo: Path, state: Path) -> Path:
 
 def check(script: Path) -> None:
     """Run ``script`` as a reader would. Raises Damaged when it fails."""
-    if subprocess.run([sys.executable, "-W", "ignore", str(script)]).returncode != 0:
+    one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}  # on a busy machine two threads wait for each other for minutes
+    if subprocess.run([sys.executable, "-W", "ignore", str(script)], env=one_thread).returncode != 0:
         raise Damaged(f"{_short(script)} does not run", hint="its error is printed above")
 
 

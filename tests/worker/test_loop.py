@@ -1,0 +1,58 @@
+"""rrd.worker.loop: the order of what it says. (What it computes: test_exact.py and tests/train.)"""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from rrd.messages import Committed, Message, Run, VisitDone
+from rrd.worker.entry import Settings
+from rrd.worker.loop import Loop
+from rrd.worker.resident import Saved
+
+
+class Channel:
+    """Remembers the reports; no orders."""
+
+    def __init__(self) -> None:
+        self.reports: list[Message] = []
+
+    def send(self, report: Message) -> None:
+        self.reports.append(report)
+
+    def pending(self) -> bool:
+        return False
+
+
+def a_resident(step: int) -> Any:
+    resident = SimpleNamespace(job="a", trainer=SimpleNamespace(step=step, held_out=None), committed_step=0,
+                               written=threading.Event(), save=lambda total: Saved(step, "i", {}))
+    resident.written.set()
+    return resident
+
+
+def test_a_checkpoint_is_never_reported_before_the_visit_it_was_copied_in(tmp_path: Path) -> None:
+    """The daemon learns from VisitDone that a write is under way; news of its end must not come first."""
+    channel = Channel()
+    loop = Loop(channel, Settings("0", "cpu", 1, tmp_path, tmp_path))  # type: ignore[arg-type]
+    loop.residents["a"] = a_resident(step=7)
+    loop.writer.submit = lambda r, saved, keep: channel.send(  # type: ignore[method-assign]  # as fast as can be
+        Committed(job="a", step=saved.step, bytes=1, seconds=0.0))
+    loop._obey(Run(job="a", steps=0, total=10, checkpoint=True))
+    assert [type(report) for report in channel.reports] == [VisitDone, Committed]
+    done = channel.reports[0]
+    assert isinstance(done, VisitDone) and done.copied and done.step == 7
+
+
+def test_nothing_is_copied_when_the_step_is_saved_already_or_a_write_is_under_way(tmp_path: Path) -> None:
+    channel = Channel()
+    loop = Loop(channel, Settings("0", "cpu", 1, tmp_path, tmp_path))  # type: ignore[arg-type]
+    saved, busy = a_resident(7), a_resident(7)
+    saved.committed_step = 7
+    busy.written.clear()
+    for resident in (saved, busy):
+        loop.residents["a"] = resident
+        loop._obey(Run(job="a", steps=1, total=7, checkpoint=True))
+    assert [r.copied for r in channel.reports if isinstance(r, VisitDone)] == [False, False]

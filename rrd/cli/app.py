@@ -22,6 +22,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "status": ("status", "Show all jobs and dies, or everything about one job."),
     "watch": ("watch", "Show status live."),
     "logs": ("logs", "Show what happened to a job."),
+    "history": ("history", "Show a job's steps: loss, learning rate, tokens."),
+    "plot": ("history", "Draw the curves of jobs."),
     "pause": ("control", "Let jobs take no turns until they are resumed."),
     "resume": ("control", "Let paused jobs take turns again."),
     "cancel": ("control", "End jobs before they are done; their checkpoints are kept."),

@@ -57,5 +57,4 @@ class Channel:
         now = time.monotonic()
         if now - self._last_progress >= 1:
             self._last_progress = now
-            self.pending()
             self.send(Progress(job=job, what=what, share=min(max(share, 0.0), 1.0)))

@@ -91,7 +91,7 @@ def test_nonsense_is_no_order(ends: tuple[Channel, Daemon]) -> None:
 
 def test_reports_of_several_threads_do_not_mix(ends: tuple[Channel, Daemon]) -> None:
     worker, daemon = ends
-    threads = [threading.Thread(target=lambda i=i: [worker.send(Evicted(job=f"{i}" * 5000)) for _ in range(100)])
+    threads = [threading.Thread(target=lambda i=i: [worker.send(Evicted(job=f"{i}" * 300_000)) for _ in range(5)])
                for i in range(4)]
     for thread in threads:
         thread.start()
@@ -102,7 +102,7 @@ def test_reports_of_several_threads_do_not_mix(ends: tuple[Channel, Daemon]) -> 
         thread.join(30)
     worker._socket.shutdown(socket.SHUT_WR)
     listener.join(30)
-    assert sorted(m.job[0] for m in hearing if isinstance(m, Evicted)) == sorted("0123" * 100)
+    assert sorted(m.job[0] for m in hearing if isinstance(m, Evicted)) == sorted("0123" * 5)
 
 
 def test_progress_is_said_once_a_second_and_within_bounds(

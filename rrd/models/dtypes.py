@@ -22,6 +22,11 @@ OF_FILE = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 _WORTH_IT = 1.2
 
 
+def itemsize(dtype: torch.dtype) -> int:
+    """Bytes of one element; torch 2.0 has no ``dtype.itemsize``."""
+    return torch.empty((), dtype=dtype).element_size()
+
+
 def choose(wanted: str, device: torch.device | str, *, trainable: bool = False) -> tuple[torch.dtype, torch.dtype]:
     """(stored, compute) for a job's ``dtype`` key. Both belong to the job's identity: the choice is made once.
 

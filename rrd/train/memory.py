@@ -14,7 +14,9 @@ from typing import NamedTuple
 import torch
 
 from rrd.job import JobSpec
+from rrd.models.dtypes import itemsize
 from rrd.models.files import ModelFiles
+from rrd.models.layout import Layout
 from rrd.train.loss import SLICE
 
 TRAINED_BYTES = 16
@@ -34,9 +36,9 @@ def estimate(spec: JobSpec, files: ModelFiles, stored: torch.dtype, *, cuda: boo
     """What ``spec`` needs on a die that stores weights as ``stored``."""
     weights = sum(prod(shape) for shape in files.wanted.values())
     full = spec.method == "full"
-    base = 0 if full else weights * stored.itemsize
+    base = 0 if full else Layout(files, stored, int8=bool(spec.quantize)).size
     trained = weights if full else _adapter(spec, files)
-    own = weights * stored.itemsize if full and stored != torch.float32 else 0
+    own = weights * itemsize(stored) if full and stored != torch.float32 else 0
     needs = base + own + trained * TRAINED_BYTES + _activations(spec, files) + 3 * 4 * SLICE
     return Needs(int(needs * SPARE) + (CONTEXT_BYTES if cuda else 0), base)
 

@@ -231,14 +231,17 @@ class Daemon:
         while True:
             self.notify.status(self._summary())
             self._disk = await asyncio.to_thread(durable.space, self.config.state_dir)
-            await asyncio.to_thread(self._write_status, self.snapshot())
-            await asyncio.sleep(STATUS_SECONDS)
+            start = time.monotonic()
+            snapshot = self.snapshot()
+            cost = time.monotonic() - start  # grows with the jobs known; the loop should not feel it
+            await asyncio.to_thread(self._write_status, snapshot)
+            await asyncio.sleep(max(STATUS_SECONDS, 100 * cost))
 
     def _write_status(self, snapshot: Snapshot) -> None:
         with contextlib.suppress(OSError, RrdError):  # only a convenience for when we are down
             path = self.config.run_dir / "status"
             path.mkdir(exist_ok=True)
-            durable.replace_file(path / "snapshot.json", snapshot.model_dump_json().encode())
+            durable.replace_volatile(path / "snapshot.json", snapshot.model_dump_json().encode())
 
     def _ledger_trouble(self, job: str, e: RrdError) -> None:
         self.journal.event(Kind.LEDGER, "error", e.message, hint=e.hint, job=job)

@@ -150,6 +150,13 @@ def replace_file(path: Path, data: bytes, *, disk: Disk = DISK) -> None:
         raise trouble(e, path) from e
 
 
+def replace_volatile(path: Path, data: bytes) -> None:
+    """Replace a file that nobody misses after a crash: whole at any moment, never fsynced. Raises OSError."""
+    temp = path.parent / f"{NEW}{path.name}"
+    temp.write_bytes(data)
+    os.replace(temp, path)
+
+
 def _forget(path: Path, disk: Disk) -> None:
     with contextlib.suppress(OSError):  # it was renamed, was never there, or the sweep at the next start takes it
         disk.unlink(path)

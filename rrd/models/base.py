@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rrd.errors import BadJob
 from rrd.models import store
 from rrd.models.dtypes import choose
-from rrd.models.files import ModelFiles, Progress, Stream, inspect, lay_out, views
+from rrd.models.files import Progress, inspect
+from rrd.models.layout import Layout
 from rrd.models.registry import Family
 
 
@@ -32,7 +32,7 @@ class Base:
     raw_config: dict[str, Any] = field(default_factory=dict)
     """``config.json`` as it stands."""
     dtype: torch.dtype = torch.float32
-    """What the weights are stored in."""
+    """What the weights are stored in; of an int8 base, those that are not quantized."""
     compute: torch.dtype = torch.float32
     """What activations and products are computed in."""
     trainable: bool = False
@@ -57,35 +57,34 @@ def load_base(
     """Load the model in ``model_dir`` (``config.json`` and safetensors, one file or shards with an index).
 
     ``dtype`` is what the weights are stored in and ``compute`` what is computed in; ``rrd.models.dtypes.choose`` knows
-    both for a job. ``compute`` None means what ``choose`` says for ``dtype``. With ``store_dir``, CPU dies share one
-    read-only mapped copy under it; without, and for ``trainable``, the tensors are this process's own.
+    both for a job. ``compute`` None means what ``choose`` says for ``dtype``. ``quantize`` (true or "int8") holds the
+    linears of the blocks in int8 (``rrd.models.int8``); ``dtype`` is what the other weights are stored in. With
+    ``store_dir``, CPU dies share one read-only mapped copy under it; without, and for ``trainable``, the tensors are
+    this process's own.
 
     Raises:
         BadJob: the model is missing, damaged, of no known family, or needs what rrd cannot do.
         DiskTrouble: the store cannot be written.
     """
-    if quantize:
-        raise BadJob("quantize is not there yet", key="quantize", hint="leave it out; dtype = \"bfloat16\" halves the "
-                     "memory of the weights")
+    assert not (quantize and trainable), "what is trained is not quantized"
     device = torch.device(device)
     compute = choose(str(dtype).removeprefix("torch."), device)[1] if compute is None else compute
     stored = compute if trainable else dtype
     files = inspect(Path(model_dir))
+    layout = Layout(files, stored, int8=bool(quantize))
     if store_dir is not None and device.type == "cpu" and not trainable:
-        tensors, digest = store.shared(files, stored, Path(store_dir), progress)
+        tensors, digest = store.shared(layout, Path(store_dir), progress)
     else:
-        tensors, digest = _own(files, stored, device, progress)
-    key = f"{digest}-{stored}-{compute}-{device}".replace("torch.", "") + ("-own" if trainable else "")
+        tensors, digest = _own(layout, device, progress)
+    held = "int8-" * bool(quantize) + f"{stored}-{compute}-{device}".replace("torch.", "")
+    key = f"{digest}-{held}" + ("-own" if trainable else "")
     return Base(key, files.config, tensors, digest, files.family, files.raw_config, stored, compute, trainable)
 
 
-def _own(
-    files: ModelFiles, dtype: torch.dtype, device: torch.device, progress: Progress | None
-) -> tuple[dict[str, Tensor], str]:
+def _own(layout: Layout, device: torch.device, progress: Progress | None) -> tuple[dict[str, Tensor], str]:
     """The tensors in one buffer of this process, and the model's digest."""
-    slots, size = lay_out(files.wanted, dtype)
-    tensors = views(torch.empty(size, dtype=dtype, device=device), slots)
-    stream = Stream(files, dtype, progress)
+    tensors = dict(layout.views(torch.empty(layout.size, dtype=torch.uint8, device=device)))
+    stream = layout.stream(progress)
     for name, first, piece in stream:
         tensors[name].view(-1)[first : first + piece.numel()].copy_(piece)
     return tensors, stream.digest

@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rrd.errors import BadJob
-from rrd.models.dtypes import OF_FILE
+from rrd.models.dtypes import OF_FILE, itemsize
 from rrd.models.registry import Family, Shape, family_of
 from rrd.safetensors_header import Located, home_of, model_tensors, open_file, read_json
 from rrd.text import one_line
@@ -122,7 +121,7 @@ class Stream:
                 file.close()
 
     def _pieces(self, file: BinaryIO, at: Located) -> Iterator[tuple[int, bytearray]]:
-        size = OF_FILE[at.info.dtype].itemsize
+        size = itemsize(OF_FILE[at.info.dtype])
         file.seek(at.info.begin)
         for start in range(0, at.info.nbytes, PIECE):
             raw = bytearray(min(PIECE, at.info.nbytes - start))
@@ -144,25 +143,3 @@ def _read_into(file: BinaryIO, raw: bytearray, path: Path) -> None:
         if not n:
             raise BadJob("was cut short while it was being read", file=str(path), hint="fetch the file again")
         view = view[n:]
-
-
-class Slot:
-    """Where one tensor stands in a buffer: offsets and sizes in elements, each start aligned to 64 bytes."""
-
-    ALIGN = 64
-
-    def __init__(self, shape: Shape, offset: int) -> None:
-        self.shape, self.offset, self.numel = shape, offset, prod(shape)
-
-
-def lay_out(wanted: Mapping[str, Shape], dtype: torch.dtype) -> tuple[dict[str, Slot], int]:
-    """The place of every tensor in one buffer of ``dtype``, and the buffer's size in elements."""
-    step, offset, slots = Slot.ALIGN // dtype.itemsize, 0, {}
-    for name, shape in wanted.items():
-        slots[name] = Slot(shape, offset)
-        offset += -(-slots[name].numel // step) * step
-    return slots, offset
-
-
-def views(buffer: Tensor, slots: Mapping[str, Slot]) -> dict[str, Tensor]:
-    return {n: buffer[s.offset : s.offset + s.numel].view(s.shape) for n, s in slots.items()}

@@ -22,15 +22,20 @@ class Lora(nn.Module):
 
 
 class Linear(nn.Module):
-    """y = W x + bias, with W [out, in], and an adapter where one is attached. Multiplied by ``rrd.ops.linear``."""
+    """y = W x + bias, with W [out, in], and an adapter where one is attached. Multiplied by ``rrd.ops.linear``.
+
+    In an int8 base, W is ``weight``, int8, with every row times its ``scale`` [out].
+    """
 
     weight: nn.Parameter
     bias: nn.Parameter | None
+    scale: nn.Parameter | None
 
     def __init__(self, n_in: int, n_out: int, *, bias: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(n_out, n_in))
         self.bias = nn.Parameter(torch.empty(n_out)) if bias else None
+        self.scale = None
         self.lora: Lora | None = None
 
 

@@ -23,35 +23,35 @@ from torch import Tensor
 
 from rrd import durable
 from rrd.errors import TryLater
-from rrd.models.files import ModelFiles, Progress, Slot, Stream, lay_out, views
+from rrd.models.files import Progress, Stream
+from rrd.models.int8 import Int8Stream
+from rrd.models.layout import Layout
 
 FORMAT = 1
 _WEIGHTS, _META = "weights", "meta.json"
 
 
-def shared(
-    files: ModelFiles, dtype: torch.dtype, store_dir: Path, progress: Progress | None
-) -> tuple[dict[str, Tensor], str]:
+def shared(layout: Layout, store_dir: Path, progress: Progress | None) -> tuple[dict[str, Tensor], str]:
     """The model's tensors, read-only, and its digest; written to the store first where they are not there yet.
 
     Raises:
         BadJob: the model's files are damaged. DiskTrouble: the store cannot be written.
     """
-    slots, size = lay_out(files.wanted, dtype)
     durable.make_dir(store_dir)
-    place = store_dir / _stamp(files, dtype)
-    digest = _digest(place, size * dtype.itemsize)
+    place = store_dir / _stamp(layout)
+    digest = _digest(place, layout.size)
     if digest is None:
         with _turn(store_dir / f"{place.name}.lock", progress):
-            digest = _digest(place, size * dtype.itemsize) or _write(place, files, dtype, slots, size, progress)
-    return views(_map(place / _WEIGHTS, dtype, size), slots), digest
+            digest = _digest(place, layout.size) or _write(place, layout, progress)
+    return dict(layout.views(_map(place / _WEIGHTS, layout.size))), digest
 
 
-def _stamp(files: ModelFiles, dtype: torch.dtype) -> str:
+def _stamp(layout: Layout) -> str:
     """A name for these files as they are now: it changes whenever one of them is written."""
+    files = layout.files
     paths = sorted({files.located[n].path for n in files.wanted})
     stats = [(str(p.resolve()), s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino) for p in paths for s in [p.stat()]]
-    facts = [FORMAT, str(dtype), files.raw_config, stats, list(files.wanted.items())]
+    facts = [FORMAT, str(layout.dtype), files.raw_config, stats, list(files.wanted.items()), sorted(layout.int8)]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:40]
 
 
@@ -81,39 +81,37 @@ def _turn(path: Path, progress: Progress | None) -> Iterator[None]:
         yield
 
 
-def _write(
-    place: Path, files: ModelFiles, dtype: torch.dtype, slots: dict[str, Slot], size: int, progress: Progress | None
-) -> str:
-    stream = Stream(files, dtype, progress)
+def _write(place: Path, layout: Layout, progress: Progress | None) -> str:
+    stream = layout.stream(progress)
     try:
         with durable.NewDirectory(place.parent, place.name) as new:
-            new.add(_WEIGHTS, _bytes(stream, slots, size), size=size * dtype.itemsize)
-            new.add(_META, [json.dumps({"digest": stream.digest, "model": str(files.path)}).encode()])
+            new.add(_WEIGHTS, _bytes(stream, layout), size=layout.size)
+            new.add(_META, [json.dumps({"digest": stream.digest, "model": str(layout.files.path)}).encode()])
             new.commit(place.name, replace=True)
     except OSError as e:
         raise durable.trouble(e, place) from e
     return stream.digest
 
 
-def _bytes(stream: Stream, slots: dict[str, Slot], size: int) -> Iterator[bytearray]:
+def _bytes(stream: Stream | Int8Stream, layout: Layout) -> Iterator[bytearray]:
     """The store's file: every tensor's elements at its slot, zeros between."""
-    at, item = 0, stream.dtype.itemsize
+    at = 0
     for name, first, piece in stream:
-        start = slots[name].offset + first
-        yield bytearray((start - at) * item)
-        raw = bytearray(piece.numel() * item)
+        start = layout.slots[name].offset + first * piece.element_size()
+        yield bytearray(start - at)
+        raw = bytearray(piece.numel() * piece.element_size())
         torch.frombuffer(raw, dtype=piece.dtype).copy_(piece)
         yield raw
-        at = start + piece.numel()
-    yield bytearray((size - at) * item)
+        at = start + len(raw)
+    yield bytearray(layout.size - at)
 
 
-def _map(path: Path, dtype: torch.dtype, size: int) -> Tensor:
+def _map(path: Path, size: int) -> Tensor:
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        mapped = mmap.mmap(fd, size * dtype.itemsize, access=mmap.ACCESS_READ)
+        mapped = mmap.mmap(fd, size, access=mmap.ACCESS_READ)
     finally:
         os.close(fd)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given buffer is not writable")  # that is what it is for
-        return torch.frombuffer(mapped, dtype=dtype, count=size)
+        return torch.frombuffer(mapped, dtype=torch.uint8, count=size)

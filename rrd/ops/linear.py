@@ -29,10 +29,11 @@ class Adapter(Protocol):
 
 
 class LinearLike(Protocol):
-    """What a product needs of a linear module: weight [out, in], bias [out], adapter."""
+    """What a product needs of a linear module: weight [out, in], bias [out], int8 weight's scale [out], adapter."""
 
     weight: Any
     bias: Any
+    scale: Any
     lora: Any
     training: bool
 
@@ -76,6 +77,8 @@ class Plan:
         self._weights = _joined([m.weight for m in linears])
         placed = zip(linears, self.columns, self.widths, strict=True)
         self.biased = [(m, column, width) for m, column, width in placed if m.bias is not None]
+        self.scale = _scales(linears)
+        """[width] fp32 for int8 weights: multiplied into the product, and into what comes back. None for others."""
         self.trains_weights = all(m.weight.requires_grad for m in linears)
         self.adapted = self._adapted()
         self._a = _joined([ad.lora.a for ad in self.adapted]) if self.adapted else []
@@ -121,6 +124,12 @@ def _joined(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [t.detach() for t in tensors] if joined is None else [joined]
 
 
+def _scales(linears: Sequence[LinearLike]) -> Tensor | None:
+    scales = [m.scale.detach() for m in linears if m.scale is not None]
+    assert len(scales) in (0, len(linears)), "a group is int8 or it is not"
+    return torch.cat(scales) if scales else None
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -164,7 +173,10 @@ def _columns(x: Tensor, first: int, width: int) -> Tensor:
 
 def _products(x: Tensor, residual: Tensor | None, plan: Plan) -> Tensor:
     """[M, sum of outs]: residual + W x + bias."""
-    if plan.is_one:
+    if plan.scale is not None:
+        y = _int8_products(x, plan, plan.scale)
+        y = y if residual is None else y.add_(residual)
+    elif plan.is_one:
         ((_, w),) = plan.weights()
         y = torch.mm(x, w.t()) if residual is None else torch.addmm(residual, x, w.t())
     else:
@@ -177,8 +189,19 @@ def _products(x: Tensor, residual: Tensor | None, plan: Plan) -> Tensor:
     return y
 
 
+def _int8_products(x: Tensor, plan: Plan, scale: Tensor) -> Tensor:
+    """(q x) s: an int8 is exact in every dtype that is multiplied, so only the product is rounded."""
+    y = x.new_empty(x.shape[0], plan.width)
+    for column, q in plan.weights():
+        part = _columns(y, column, q.shape[0])
+        torch.mm(x, q.t(), out=part)
+    return y.mul_(scale)
+
+
 def _input_grad(dy: Tensor, plan: Plan) -> Tensor:
     """dy W, over all of the group."""
+    if plan.scale is not None:
+        dy = torch.mul(dy, plan.scale, out=torch.empty_like(dy))
     dx: Tensor | None = None
     for column, w in plan.weights():
         part = _columns(dy, column, w.shape[0])

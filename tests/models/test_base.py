@@ -57,11 +57,6 @@ def test_progress_counts_up_to_all_bytes(tmp_path: Path) -> None:
     assert seen[-1][0] == seen[-1][1] > 0
 
 
-def test_quantize_is_refused_for_now(tmp_path: Path) -> None:
-    with pytest.raises(BadJob, match="quantize"):
-        load_base(make_model(tmp_path / "m"), quantize="int8")
-
-
 def test_damage_gets_one_sentence(tmp_path: Path) -> None:
     path = make_model(tmp_path / "m")
     file = path / "model.safetensors"

@@ -27,7 +27,7 @@ def make_trainer(tmp_path: Path, *, family: str = "llama", **keys: Any) -> Train
     spec = JobSpec.model_validate({**toys, **keys})
     data = prepare(spec.data, spec.model, seq_len=spec.seq_len, cache_dir=tmp_path / "cache")
     dtype = torch.bfloat16 if spec.dtype == "bfloat16" else torch.float32
-    base = load_base(spec.model, dtype=dtype, trainable=spec.method == "full")
+    base = load_base(spec.model, dtype=dtype, trainable=spec.method == "full", quantize=spec.quantize)
     return Trainer(spec, base, Dataset.open(data.path), None, threads=1)
 
 
@@ -43,6 +43,8 @@ def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
 JOBS = [
     pytest.param({}, id="lora"),
     pytest.param({"dtype": "bfloat16"}, id="lora-bf16-base"),
+    pytest.param({"quantize": True}, id="lora-int8-base"),
+    pytest.param({"family": "rwkv7", "dtype": "bfloat16", "quantize": "int8"}, id="rwkv7-int8-base"),
     pytest.param({"batch_size": 3, "grad_accum": 1, "schedule": "linear", "warmup_steps": 4}, id="batch"),
     pytest.param({"method": "full", "weight_decay": 0.1}, id="full"),
     pytest.param({"method": "full", "dtype": "bfloat16"}, id="full-bf16"),

@@ -8,6 +8,7 @@ import itertools
 import json
 import random
 import shutil
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -306,6 +307,46 @@ def test_no_attempt_is_made_when_there_is_no_room(job_dir: Path) -> None:
     checkpoint.commit(job_dir, job="a", step=1, identity="i", files={"t": [b"12345678"]}, disk=SmallDisk())
 
 
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A real file system of 1 MiB."""
+    path = tmp_path / "small"
+    path.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", path], capture_output=True).returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+    yield path
+    subprocess.run(["umount", path], check=True)
+
+
+@pytest.mark.parametrize("foresight", ["told", "allocate", "write"])
+def test_a_disk_that_is_really_full_costs_only_the_attempt(
+        small_disk: Path, monkeypatch: pytest.MonkeyPatch, foresight: str) -> None:
+    class Rash(Disk):
+        def free(self, path: Path) -> int:
+            return super().free(path) if foresight == "told" else 1 << 60
+
+        def allocate(self, fd: int, size: int) -> None:
+            if foresight != "write":
+                super().allocate(fd, size)
+
+    monkeypatch.setattr(checkpoint, "RESERVE", 0)
+
+    def save(step: int) -> Path:
+        files = {TENSORS: [bytes([step]) * 150_000] * 2, STATE: [b"{}"]}
+        return checkpoint.commit(small_disk, job="a", step=step, identity="i", files=files, disk=Rash())[0]
+
+    kept = save(10)
+    (small_disk / "filler").write_bytes(bytes(500_000))
+    for _ in range(3):
+        with pytest.raises(DiskTrouble, match=r"the disk is (nearly )?full"):
+            save(20)
+        checkpoint.verify(kept)
+        assert {p.name for p in small_disk.iterdir()} == {kept.name, "filler"}
+    (small_disk / "filler").unlink()
+    checkpoint.verify(save(20))
+    checkpoint.verify(kept)
+
+
 def test_a_fault_of_our_own_leaves_nothing_either(job_dir: Path) -> None:
     class Broken(Disk):
         def write(self, fd: int, data: durable.Bytes) -> int:
@@ -350,23 +391,37 @@ def test_a_flip_of_any_data_bit_is_seen(job_dir: Path) -> None:
     checkpoint.verify(path)
 
 
-def test_random_damage_in_a_large_file_is_seen(job_dir: Path) -> None:
-    rng = random.Random(2)
-    data = rng.randbytes(300_000)
-    path, manifest = checkpoint.commit(job_dir, job="a", step=1, identity="i", files={TENSORS: [data]})
-    for _ in range(300):
+@pytest.mark.parametrize("times", [300, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_random_damage_anywhere_is_seen_and_the_one_before_is_whole(job_dir: Path, times: int) -> None:
+    rng = random.Random(times)
+    before = commit(job_dir, 10)
+    files = {TENSORS: [rng.randbytes(20_000)], STATE: [rng.randbytes(500)]}
+    path, _ = checkpoint.commit(job_dir, job="a", step=20, identity="i", files=files)
+    for _ in range(times):
+        victim = path / rng.choice([TENSORS, STATE, MANIFEST])
+        data = victim.read_bytes()
         at = rng.randrange(len(data))
-        with open(path / TENSORS, "r+b") as f:
-            f.seek(at)
-            f.write(bytes([data[at] ^ (1 << rng.randrange(8))]))
-            f.flush()
-            damaged(path)
-            f.seek(at)
-            f.write(data[at : at + 1])
+        victim.write_bytes(rng.choice([
+            data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1 :],  # a flipped bit
+            data[:at],  # the end lost
+            data[:at] + bytes(len(data) - at) + b"\0" * (data[at:].count(0) == len(data) - at),  # the end zeroed
+            data[:at] + data[at + 1 :], data[:at] + b"?" + data[at:]]))  # a byte lost, a byte too many
+        damaged(path)
+        victim.write_bytes(data)
+    assert load(before) == expected(10)
+    checkpoint.verify(path)
+
+
+def test_damage_to_a_large_file_is_seen(job_dir: Path) -> None:
+    data = random.Random(2).randbytes((9 << 20) + 3)
+    path, manifest = checkpoint.commit(job_dir, job="a", step=1, identity="i", files={TENSORS: [data]})
     for size in (0, 1, 4096, len(data) - 1, len(data) + 1):
         (path / TENSORS).write_bytes((data + b"x")[:size])
         assert damaged(path) == f"{path / TENSORS} has {size} bytes instead of {len(data)}"
-    (path / TENSORS).write_bytes(data[: len(data) // 2] + bytes(len(data) // 2))
+    for at in (0, 1 << 22, (1 << 22) - 1, len(data) - 1):
+        (path / TENSORS).write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+        damaged(path)
+    (path / TENSORS).write_bytes(data[: len(data) // 2] + bytes(len(data) - len(data) // 2))
     damaged(path)
     with pytest.raises(Damaged):
         checkpoint.read_bytes(path, manifest, TENSORS)

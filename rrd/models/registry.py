@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -27,6 +28,19 @@ class CausalLM(nn.Module):
 
     config: Any
     blocks: nn.ModuleList
+
+    def make_ready(self, cache_dir: Path, before: str | None, alive: Callable[[], None]) -> str:
+        """Get what the model computes with and does not bring: compiled kernels, kept below ``cache_dir``.
+
+        ``before`` is what ``kernels`` said when the job began, None for a new job: those are used if they are there.
+        Returns a sentence for the job's owner, or nothing. May take a minute, in which ``alive`` is called.
+        """
+        return ""
+
+    @property
+    def kernels(self) -> str:
+        """Names the compiled kernels that decide the numbers; empty where only torch does."""
+        return ""
 
     @property
     @abstractmethod

@@ -6,7 +6,8 @@ Shapes: B samples, T tokens, C channels, H heads of N channels. A block takes an
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,16 +17,24 @@ from rrd.models.layers import Embedding, Linear
 from rrd.models.recompute import recomputed
 from rrd.models.registry import CausalLM, Recipe, Shape
 from rrd.models.rwkv7_config import BlockConfig, RwkvConfig, prefix_of, read_config
+from rrd.ops import native
 from rrd.ops.linear import Group
-from rrd.ops.rwkv7 import Core, shift_mix, time_mix
+from rrd.ops.rwkv7 import Core, norm_shift, relu2, time_mix
 from rrd.optim.adamw import Treatment
 
 State = tuple[Tensor, ...]
 """A block's memory: the time mix's last input [B, C] and its S [B, H, N, N], the channel mix's last input [B, C]."""
 
 
+TORCH = "torch"
+"""The name of no compiled kernels."""
+
+
 class LayerNorm(nn.Module):
     """(x - mean) / std * weight + bias over the last axis (Ba et al., 2016)."""
+
+    plain = False
+    """Whether torch computes what there are compiled kernels for."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -35,6 +44,10 @@ class LayerNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         w, b = self.weight.to(x.dtype), self.bias.to(x.dtype)
         return nn.functional.layer_norm(x, (x.shape[-1],), w, b, self.eps)
+
+    def shift(self, x: Tensor, mus: Sequence[Tensor], before: Tensor | None) -> tuple[tuple[Tensor, ...], Tensor]:
+        """Mixes of the norm with the one of the token before: see ``rrd.ops.rwkv7.norm_shift``."""
+        return norm_shift(x, self.weight, self.bias, mus, before, self.eps, plain=self.plain)
 
 
 class _GroupNorm(nn.Module):
@@ -54,6 +67,8 @@ def _low_rank(n: int, d: int) -> tuple[nn.Parameter, nn.Parameter]:
 
 
 class TimeMix(nn.Module):
+    plain = False
+
     def __init__(self, c: RwkvConfig, b: BlockConfig) -> None:
         super().__init__()
         C, H = c.n_embd, c.n_head
@@ -72,21 +87,20 @@ class TimeMix(nn.Module):
         self._r, self._k, self._v = Group(self.receptance), Group(self.key), Group(self.value)
         self._out = Group(self.output)
 
-    def forward(self, x: Tensor, residual: Tensor, v_first: Tensor | None, state: State | None
+    def forward(self, x: Tensor, norm: LayerNorm, v_first: Tensor | None, state: State | None
                 ) -> tuple[Tensor, Tensor, State]:
-        """x [B, T, C], normed -> (residual + the mix, v_first, the state after)."""
+        """x [B, T, C] -> (x + the mix of its norm, v_first, the state after)."""
         before, wkv = (None, None) if state is None else state
-        x_r, x_w, x_k, x_v, x_a, x_g = shift_mix(
-            x, before, (self.x_r, self.x_w, self.x_k, self.x_v, self.x_a, self.x_g))
+        (x_r, x_w, x_k, x_v, x_a, x_g), last = norm.shift(
+            x, (self.x_r, self.x_w, self.x_k, self.x_v, self.x_a, self.x_g), before)
         r, k, v = self._r(x_r), self._k(x_k), self._v(x_v)
         z = torch.tanh(_product(x_w, self.w1))
         gate = torch.sigmoid(_product(x_g, self.g1))
         nu = None if self.first else _product(_product(x_v, self.v1), self.v2)
-        y, v, wkv = time_mix(
+        y, wkv = time_mix(
             r, _product(z, self.w2), k, v, _product(_product(x_a, self.a1), self.a2), nu, _product(gate, self.g2),
-            v_first, self._core(), wkv)
-        y = self._out(y, residual)
-        return y, v if v_first is None else v_first, (x[:, -1], wkv)
+            v_first, self._core(), wkv, plain=self.plain)
+        return self._out(y, x), v if v_first is None else v_first, (last, wkv)
 
     def _core(self) -> Core:
         return Core(self.w0, self.a0, None if self.first else self.v0, self.k_k, self.k_a, self.r_k, self.ln_x.weight,
@@ -99,7 +113,9 @@ def _product(x: Tensor, w: Tensor) -> Tensor:
 
 
 class ChannelMix(nn.Module):
-    """W_v relu(W_k x_k)^2, added to ``residual``."""
+    """x + W_v relu(W_k x_k)^2 of its norm."""
+
+    plain = False
 
     def __init__(self, n: int, n_inner: int) -> None:
         super().__init__()
@@ -107,10 +123,9 @@ class ChannelMix(nn.Module):
         self.key, self.value = Linear(n, n_inner), Linear(n_inner, n)
         self._k, self._v = Group(self.key), Group(self.value)
 
-    def forward(self, x: Tensor, residual: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor]:
-        (x_k,) = shift_mix(x, before, (self.x_k,))
-        h = torch.relu(self._k(x_k)).square()
-        return self._v(h, residual), x[:, -1]
+    def forward(self, x: Tensor, norm: LayerNorm, before: Tensor | None) -> tuple[Tensor, Tensor]:
+        (x_k,), last = norm.shift(x, (self.x_k,), before)
+        return self._v(relu2(self._k(x_k), plain=self.plain), x), last
 
 
 class Block(nn.Module):
@@ -122,8 +137,8 @@ class Block(nn.Module):
         self.att, self.ffn = TimeMix(c, b), ChannelMix(c.n_embd, b.n_inner)
 
     def forward(self, x: Tensor, v_first: Tensor | None, state: State | None) -> tuple[Tensor, Tensor | None, State]:
-        x, v_first, att = self.att(self.ln1(x), x, v_first, None if state is None else state[:2])
-        x, ffn = self.ffn(self.ln2(x), x, None if state is None else state[2])
+        x, v_first, att = self.att(x, self.ln1, v_first, None if state is None else state[:2])
+        x, ffn = self.ffn(x, self.ln2, None if state is None else state[2])
         return x, v_first, (*att, ffn)
 
 
@@ -148,6 +163,23 @@ class RwkvLM(CausalLM):
             self.rwkv = body
         else:
             self.emb, self.blocks, self.ln_out, self.head = body.emb, body.blocks, body.ln_out, body.head
+
+    def make_ready(self, cache_dir: Path, before: str | None, alive: Callable[[], None]) -> str:
+        if self.head_weight.device.type != "cpu":
+            return ""
+        native.use(cache_dir, alive)
+        if before == TORCH:
+            for module in self.modules():
+                if isinstance(module, (TimeMix, ChannelMix, LayerNorm)):
+                    module.plain = True
+        return f"RWKV runs on torch's operations, at half the speed: {why}" if (why := native.why_not()) else ""
+
+    @property
+    def kernels(self) -> str:
+        if self.head_weight.device.type != "cpu":
+            return ""
+        lib = None if self.body.blocks[0].ffn.plain else native.kernels()
+        return TORCH if lib is None else lib.name
 
     @property
     def body(self) -> Any:

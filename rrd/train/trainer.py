@@ -94,9 +94,10 @@ class Trainer:
 
     def identity(self) -> dict[str, Any]:
         """What must be the same for a resumed run to give the same bits."""
+        kernels = {"kernels": self.model.kernels} if self.model.kernels else {}
         return {"job": identity_keys(self.spec), "base": self.base.digest, "data": self.data.digest,
                 "dtype": _name(self.base.dtype), "compute": _name(self.base.compute),
-                **machine_facts(self.device, self.threads)}
+                **machine_facts(self.device, self.threads), **kernels}
 
     def state(self, total: int, history_bytes: int) -> dict[str, Any]:
         """All of a checkpoint but the tensors."""

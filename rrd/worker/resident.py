@@ -119,6 +119,9 @@ def load(order: Load, *, device: str, threads: int, job_dir: Path, cache_dir: Pa
         _check_vocabulary(base, train, held_out)
         trainer = Trainer(spec, base, data.Dataset.open(train.path),
                           data.Dataset.open(held_out.path) if held_out else None, threads=threads)
+        if note := trainer.model.make_ready(cache_dir, _saved_identity(job_dir).get("kernels"),
+                                            lambda: alive("building the kernels", 0.0)):
+            notes.append(note)
         staging = Staging(trainer.optimizer)
         state, fallbacks = _newest_valid(job_dir, trainer, staging, notes)
         if state is None and (fallbacks or order.expect_step):
@@ -141,6 +144,8 @@ def _take_lock(job_dir: Path, alive: Alive) -> IO[bytes]:
     while True:
         try:
             return durable.lock(job_dir / "lock", what=f"the job's directory {job_dir}")
+        except DiskTrouble:
+            raise
         except TryLater:
             waited = time.monotonic() - start
             if waited > LOCK_SECONDS:
@@ -181,11 +186,20 @@ def _check_vocabulary(base: Base, *prepared: data.Prepared | None) -> None:
 
 def _dtypes_of(spec: JobSpec, device: torch.device, job_dir: Path) -> tuple[torch.dtype, torch.dtype]:
     """(stored, compute). What "auto" means is measured once, when the job begins; then its checkpoints say it."""
-    for _, path in checkpoint.listing(job_dir) if spec.dtype == "auto" else []:
-        with contextlib.suppress(Damaged, ValueError, KeyError):  # damage is dealt with when it is restored
-            saved = json.loads(checkpoint.read_bytes(path, checkpoint.read_manifest(path), STATE))["identity"]
+    if spec.dtype == "auto" and (saved := _saved_identity(job_dir)):
+        with contextlib.suppress(KeyError):
             return dtypes.OF_NAME[saved["dtype"]], dtypes.OF_NAME[saved["compute"]]
     return dtypes.choose(spec.dtype, device, trainable=spec.method == "full")
+
+
+def _saved_identity(job_dir: Path) -> dict[str, Any]:
+    """What the newest readable checkpoint says of the machine and the choices it was made with; empty for a new job."""
+    for _, path in checkpoint.listing(job_dir):
+        with contextlib.suppress(Damaged, ValueError, KeyError):  # damage is dealt with when it is restored
+            found: dict[str, Any] = json.loads(
+                checkpoint.read_bytes(path, checkpoint.read_manifest(path), STATE))["identity"]
+            return found
+    return {}
 
 
 def _newest_valid(job_dir: Path, trainer: Trainer, staging: Staging, notes: list[str]

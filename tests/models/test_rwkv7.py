@@ -15,6 +15,7 @@ from rrd.errors import BadJob
 from rrd.lora import attach
 from rrd.models import build, load_base
 from rrd.models.rwkv7 import RwkvLM
+from rrd.ops import native
 from rrd.optim import AdamW
 from rrd.optim.adamw import Treatment
 from rrd.train.step import NO_LABEL, Batch, train_step
@@ -149,6 +150,23 @@ def test_checkpointing_changes_nothing(tmp_path: Path, method: str) -> None:
         grads.append(step(model, named, checkpointing=checkpointing)[1].grad)
     assert grads[0].count_nonzero() > 0.9 * grads[0].numel() - 97 * 128
     assert torch.equal(grads[0], grads[1])
+
+
+def test_a_job_begun_without_kernels_goes_on_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    idx = torch.randint(97, (1, 40))
+    kept, begun = model_of(rwkv7(), tmp_path), model_of(rwkv7(), tmp_path)
+    assert kept.make_ready(native.default_cache_dir(), kept.kernels, lambda: None) == ""
+    begun.make_ready(native.default_cache_dir(), "torch", lambda: None)
+    assert begun.kernels == "torch"
+    with torch.no_grad():
+        compiled, plain = kept(idx), begun(idx)
+        torch.testing.assert_close(compiled, plain, atol=2e-5, rtol=1e-5)
+        assert native.kernels() is None or not torch.equal(compiled, plain)
+        monkeypatch.setattr(native, "_loaded", None)
+        monkeypatch.setattr(native, "_failed", native.NoKernels("nobody built them"))
+        assert torch.equal(kept(idx), plain)
+        assert kept.kernels == "torch"
+        assert "nobody built them" in kept.make_ready(tmp_path, None, lambda: None)
 
 
 def test_lora_takes_all_linears_of_the_blocks(tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rrd.ops import reference
+from rrd.ops import native, reference
+from rrd.ops.rwkv7 import wkv7
 from rrd.ops.wkv7 import wkv7_chunked
 
 FORWARD, GRADIENT = 1e-5, 1e-4
@@ -48,7 +49,7 @@ def assert_near(got: list[Tensor], expected: list[Tensor], forward: float, gradi
         assert error <= (forward if i < 2 else gradient), (i, error)
 
 
-OPS = {"chunked": wkv7_chunked}
+OPS = {"chunked": wkv7_chunked} | ({"compiled": wkv7} if native.kernels() else {})
 
 
 @pytest.mark.parametrize("op", OPS)

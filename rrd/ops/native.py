@@ -1,0 +1,269 @@
+"""The compiled kernels of CPU dies: built once with the machine's own compiler, into the cache, and loaded by ctypes.
+
+Built ahead (``python -m rrd.ops.native CACHE_DIR``, or by the first worker that needs them, while the others wait) into
+``<cache_dir>/kernels/<source and processor>-<compiler>/``, beside and by one rename. Where there is no compiler, or
+what it built does not load or does not compute what torch does, the ops fall back to torch's, and ``why_not`` says so.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rrd import durable
+from rrd.errors import RrdError, TryLater
+from rrd.text import one_line
+
+SOURCE = Path(__file__).parent.parent / "kernels" / "rwkv7_cpu.cpp"
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-shared", "-fPIC")
+LIBRARY = "rwkv7_cpu.so"
+BUILD_SECONDS = 300.0
+
+Alive = Callable[[], None]
+"""Called every now and then during a build: the heartbeat."""
+
+
+class NoKernels(RrdError):
+    """There are no compiled kernels; the message says why."""
+
+
+class Kernels:
+    """The loaded library. ``name`` is of its source, processor and compiler: what decides the bits it gives."""
+
+    def __init__(self, file: Path) -> None:
+        try:
+            self._library = ctypes.CDLL(str(file))
+        except OSError as e:
+            raise NoKernels(f"the compiled kernels do not load: {one_line(str(e), 200)}") from e
+        self.name = file.parent.name
+        self.chunk = int(self._library.rrd_chunk())
+        """Tokens between the states that a forward pass keeps."""
+        self.lanes = int(self._library.rrd_vector_floats())
+        """Floats in the processor's vector: sizes must be multiples of it."""
+
+    def __call__(self, function: str, *args: object) -> None:
+        """Call one of the library's functions. Tensors and lists of them become pointers, ints are longs."""
+        getattr(self._library, function)(*(_argument(a) for a in args))
+
+    def spread(self, function: str, units: int, *args: object) -> None:
+        """The same for functions whose last two arguments are a range of ``units``: split over torch's threads."""
+        threads = min(torch.get_num_threads(), units)
+        bounds = [units * i // threads for i in range(threads + 1)]
+        if threads <= 1:
+            self(function, *args, 0, units)
+            return
+        given = [_argument(a) for a in args]
+        call = getattr(self._library, function)
+        list(_pool(threads).map(
+            lambda i: call(*given, ctypes.c_long(bounds[i]), ctypes.c_long(bounds[i + 1])), range(threads)))
+
+
+_pools: dict[tuple[int, int], ThreadPoolExecutor] = {}
+
+
+def _pool(threads: int) -> ThreadPoolExecutor:
+    key = os.getpid(), threads  # threads do not live on in a forked process
+    if key not in _pools:
+        _pools[key] = ThreadPoolExecutor(threads, "rrd-kernels")
+    return _pools[key]
+
+
+def _argument(a: object) -> object:
+    if a is None:
+        return ctypes.c_void_p(None)
+    if isinstance(a, Tensor):
+        assert a.is_contiguous()
+        return ctypes.c_void_p(a.data_ptr())
+    if isinstance(a, int):
+        return ctypes.c_long(a)
+    if isinstance(a, float):
+        return ctypes.c_float(a)
+    assert isinstance(a, (list, tuple))
+    return (ctypes.c_void_p * len(a))(*(None if t is None else t.data_ptr() for t in a))
+
+
+# ---- which kernels this process has ------------------------------------------------------------------------------
+
+_loaded: Kernels | None = None
+_failed: NoKernels | None = None
+
+
+def kernels() -> Kernels | None:
+    """This process's kernels, built if need be; None where there are none (``why_not``). Decided once a process."""
+    if _loaded is None and _failed is None:
+        use(default_cache_dir())
+    return _loaded
+
+
+def why_not() -> str:
+    """A sentence where there are no kernels; empty where there are, and before anybody asked."""
+    return "" if _failed is None else _failed.message
+
+
+def use(cache_dir: Path, alive: Alive = lambda: None) -> None:
+    """Load the kernels from below ``cache_dir``, building them there if need be. Never raises: see ``why_not``."""
+    global _loaded, _failed
+    if _loaded is not None or _failed is not None:
+        return
+    try:
+        found = Kernels(build(cache_dir, alive))
+        _check(found)
+        _loaded = found
+    except NoKernels as e:
+        _failed = e
+    except (RrdError, OSError) as e:
+        _failed = NoKernels(f"the compiled kernels cannot be stored: {one_line(str(e), 200)}")
+
+
+def default_cache_dir() -> Path:
+    """Where kernels are kept when nobody says: as for the command line."""
+    if given := os.environ.get("RRD_CACHE_DIR"):
+        return Path(given)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rrd"
+
+
+def _check(k: Kernels) -> None:
+    """Whether the library computes the recurrence: a miscompiled one is not used."""
+    from rrd.ops.reference import wkv7
+
+    T, H, N = 40, 2, 64
+    wave = torch.arange(6 * T * H * N, dtype=torch.float64).mul_(0.37).sin_().view(6, 1, T, H, N) * 0.2
+    r, log_d, k_, v, a, b = (wave[0], -wave[1].abs(), *wave[2:])
+    expected, last = wkv7(r, log_d, k_, v, a, b)
+    xs = [x.float().contiguous() for x in (r, log_d, k_, v, a, b)]
+    y, state = torch.empty(1, T, H, N), torch.empty(1, H, N, N)
+    k.spread("rrd_wkv7_forward", H, xs, None, y, None, state, T, H)
+    if not (torch.allclose(y.double(), expected, atol=1e-5) and torch.allclose(state.double(), last, atol=1e-5)):
+        raise NoKernels("the compiled kernels do not compute what they should")
+
+
+# ---- building ----------------------------------------------------------------------------------------------------
+
+
+def build(cache_dir: Path, alive: Alive = lambda: None) -> Path:
+    """The library's file below ``cache_dir``, built unless it is there.
+
+    Raises:
+        NoKernels: there is no compiler (and no earlier build), or it fails. DiskTrouble: the cache cannot be written.
+    """
+    place = cache_dir / "kernels"
+    source, compiler = _source_key(), _compiler()
+    if compiler is None:
+        return _earlier(place, source)
+    final = place / f"{source}-{_compiler_key(compiler)}"
+    if not (final / LIBRARY).is_file():
+        durable.make_dir(place)
+        with _turn(place / "lock", alive):
+            if not (final / LIBRARY).is_file():
+                _build(compiler, final, alive)
+    return final / LIBRARY
+
+
+def _source_key() -> str:
+    return hashlib.sha256(SOURCE.read_bytes() + repr((FLAGS, _processor())).encode()).hexdigest()[:16]
+
+
+def _processor() -> tuple[str, str]:
+    """What ``-march=native`` looks at: a cache that moves to another machine must not be run there."""
+    try:
+        info = Path("/proc/cpuinfo").read_text(errors="replace")
+    except OSError:
+        info = ""
+    flags = re.search(r"^(flags|Features)\s*:\s*(.*)$", info, re.M)
+    return platform.machine(), " ".join(sorted(flags[2].split())) if flags else ""
+
+
+def _compiler() -> str | None:
+    names = [os.environ.get("CXX", ""), "g++", "c++", "clang++"]
+    return next((found for n in names if n and (found := shutil.which(n))), None)
+
+
+def _compiler_key(compiler: str) -> str:
+    try:
+        said = subprocess.run([compiler, "--version"], capture_output=True, timeout=30, check=True).stdout
+    except (OSError, subprocess.SubprocessError) as e:
+        raise NoKernels(f"the compiler {compiler} does not run: {e}") from e
+    return hashlib.sha256(said).hexdigest()[:8]
+
+
+def _earlier(place: Path, source: str) -> Path:
+    """A build made when there was a compiler."""
+    found = sorted(place.glob(f"{source}-*/{LIBRARY}"))
+    if not found:
+        raise NoKernels("no C++ compiler is installed")
+    return found[0]
+
+
+def _turn(path: Path, alive: Alive):  # type: ignore[no-untyped-def]
+    """The lock ``path``, after waiting for whoever builds the same just now."""
+    end = time.monotonic() + BUILD_SECONDS
+    while True:
+        try:
+            return durable.lock(path, what="the kernels' build")
+        except TryLater:
+            if time.monotonic() > end:
+                raise
+            alive()
+            time.sleep(0.05)
+
+
+def _build(compiler: str, final: Path, alive: Alive) -> None:
+    with tempfile.TemporaryDirectory() as room:
+        out = Path(room) / LIBRARY
+        _compile([compiler, *FLAGS, "-o", str(out), str(SOURCE)], alive)
+        try:
+            with durable.NewDirectory(final.parent, final.name) as new:
+                new.add(LIBRARY, [out.read_bytes()])
+                new.commit(final.name, replace=True)
+        except OSError as e:
+            raise durable.trouble(e, final) from e
+
+
+def _compile(command: Sequence[str], alive: Alive) -> None:
+    end = time.monotonic() + BUILD_SECONDS
+    with tempfile.TemporaryFile() as said:
+        try:
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=said, stderr=said)
+        except OSError as e:
+            raise NoKernels(f"the compiler does not run: {e}") from e
+        while True:
+            try:
+                status = process.wait(0.5)
+                break
+            except subprocess.TimeoutExpired:
+                alive()
+                if time.monotonic() > end:
+                    process.kill()
+        said.seek(0)
+        if status:
+            words = said.read(4000).decode(errors="replace").strip() or f"it ended with {status}"
+            raise NoKernels(f"the kernels do not compile: {one_line(words, 300)}")
+
+
+def main(argv: list[str]) -> int:
+    try:
+        found = Kernels(build(Path(argv[0]) if argv else default_cache_dir()))
+        _check(found)
+    except RrdError as e:
+        print(f"rrd: {e}", file=sys.stderr)
+        return 1
+    print(f"{found.name}: vectors of {found.lanes} floats")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

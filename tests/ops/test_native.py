@@ -1,0 +1,87 @@
+"""Building and loading the compiled kernels: once, by one of many, and what happens where that cannot be."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from rrd.ops import native, rwkv7
+
+needs_compiler = pytest.mark.skipif(native._compiler() is None, reason="no C++ compiler")
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that has not decided yet whether it has kernels."""
+    monkeypatch.setattr(native, "_loaded", None)
+    monkeypatch.setattr(native, "_failed", None)
+
+
+@needs_compiler
+def test_two_processes_build_once_and_both_use_it(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "rrd.ops.native", str(tmp_path)]
+    runs = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    said = [run.communicate(timeout=250)[0] for run in runs]
+    assert [run.returncode for run in runs] == [0, 0]
+    assert said[0] == said[1] != ""
+    (built,) = (tmp_path / "kernels").glob("*/rwkv7_cpu.so")
+    assert built.parent.name in said[0]
+    assert {p.name for p in (tmp_path / "kernels").iterdir()} == {built.parent.name, "lock"}
+
+
+@needs_compiler
+def test_a_build_outlives_its_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh: None) -> None:
+    file = native.build(native.default_cache_dir())
+    shutil.copytree(file.parent, tmp_path / "kernels" / file.parent.name)
+    monkeypatch.setattr(native, "_compiler", lambda: None)
+    native.use(tmp_path)
+    assert native.why_not() == ""
+    assert (loaded := native.kernels())
+    assert loaded.name == file.parent.name
+
+
+def refused(cache: Path) -> str:
+    native.use(cache)
+    assert native.kernels() is None
+    h = torch.randn(2, 64)
+    assert torch.equal(rwkv7.relu2(h), torch.relu(h).square())
+    return native.why_not()
+
+
+def test_without_a_compiler_torch_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh: None) -> None:
+    monkeypatch.setattr(native, "_compiler", lambda: None)
+    assert refused(tmp_path) == "no C++ compiler is installed"
+
+
+@pytest.mark.parametrize(("script", "sentence"), [
+    ("exit 1", "does not run"), ('[ "$1" = --version ] || { echo boom; exit 1; }', "do not compile: boom"),
+    ('[ "$1" = --version ] || for o; do [ "$p" = -o ] && echo rubbish > "$o"; p="$o"; done; true', "do not load")])
+def test_with_a_bad_compiler_torch_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh: None, script: str,
+                                            sentence: str) -> None:
+    compiler = tmp_path / "g++"
+    compiler.write_text(f"#!/bin/sh\n{script}\n")
+    compiler.chmod(0o755)
+    monkeypatch.setattr(native, "_compiler", lambda: str(compiler))
+    assert sentence in refused(tmp_path / "cache")
+
+
+@needs_compiler
+def test_kernels_that_compute_something_else_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh: None
+                                                          ) -> None:
+    wrong = tmp_path / "wrong.cpp"
+    source = native.SOURCE.read_text()
+    assert source.count("vi * k[j];") == 1
+    wrong.write_text(source.replace("vi * k[j];", "ui * k[j];"))
+    monkeypatch.setattr(native, "SOURCE", wrong)
+    assert "do not compute what they should" in refused(tmp_path)
+
+
+def test_where_the_cache_cannot_be_written_torch_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh: None
+                                                          ) -> None:
+    (tmp_path / "file").write_text("")
+    assert "cannot be stored" in refused(tmp_path / "file")

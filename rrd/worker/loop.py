@@ -166,9 +166,9 @@ class Loop:
         return saved, time.monotonic() - start
 
     def _wait_for_writer(self, r: Resident) -> None:
-        """An order that is for nothing but a checkpoint waits until the one before is written."""
+        """Until nothing of this job is being written, giving signs of life: a disk may take its time."""
         while not r.written.wait(1.0):
-            self.channel.progress(r.job, "writing the checkpoint before", 0.0)
+            self.channel.progress(r.job, "writing a checkpoint", 0.0)
 
     def _export(self, order: Export) -> None:
         r = self.residents[order.job]
@@ -176,6 +176,8 @@ class Loop:
         self.channel.send(Exported(job=order.job, output=order.output, notes=notes))
 
     def _evict(self, order: Evict) -> None:
+        if r := self.residents.get(order.job):
+            self._wait_for_writer(r)
         self._drop(order.job)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

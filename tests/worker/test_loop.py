@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from rrd.messages import Committed, Message, Run, VisitDone
+from rrd.messages import Committed, Evict, Evicted, Message, Progress, Run, VisitDone
 from rrd.worker.entry import Settings
 from rrd.worker.loop import Loop
 from rrd.worker.resident import Saved
@@ -18,6 +19,11 @@ class Channel:
 
     def __init__(self) -> None:
         self.reports: list[Message] = []
+        self.on_progress: Callable[[], None] = lambda: None
+
+    def progress(self, job: str, what: str, share: float) -> None:
+        self.reports.append(Progress(job=job, what=what, share=share))
+        self.on_progress()
 
     def send(self, report: Message) -> None:
         self.reports.append(report)
@@ -56,3 +62,16 @@ def test_nothing_is_copied_when_the_step_is_saved_already_or_a_write_is_under_wa
         loop.residents["a"] = resident
         loop._obey(Run(job="a", steps=1, total=7, checkpoint=True))
     assert [r.copied for r in channel.reports if isinstance(r, VisitDone)] == [False, False]
+
+
+def test_forgetting_a_job_whose_checkpoint_is_being_written_is_no_silence(tmp_path: Path) -> None:
+    """On a slow disk the daemon would take it for a hang, and kill the write."""
+    channel = Channel()
+    loop = Loop(channel, Settings("0", "cpu", 1, tmp_path, tmp_path))  # type: ignore[arg-type]
+    loop.residents["a"] = busy = a_resident(7)
+    busy.written.clear()
+    busy.close = lambda: None
+    channel.on_progress = busy.written.set
+    loop._obey(Evict(job="a"))
+    assert [type(report) for report in channel.reports] == [Progress, Evicted]
+    assert loop.residents == {}

@@ -74,6 +74,7 @@ def _arguments() -> argparse.Namespace:
     p.add_argument("--dtype", choices=["float32", "bfloat16"])
     p.add_argument("--method", choices=["lora", "full"])
     p.add_argument("--masked", type=float, help="share of each sample that has no label")
+    p.add_argument("--compute", choices=["float32", "bfloat16"], help="what rrd computes in; default: what it chooses")
     p.add_argument("--rounds", type=int, default=7)
     p.add_argument("--steps", type=int, default=0, help="steps a round; 0: about 2 seconds' worth")
     p.add_argument("--threads", type=int, default=1)
@@ -106,9 +107,9 @@ def figures(args: argparse.Namespace) -> list[Figure]:
 
 
 def gemm_rate(dtype: torch.dtype, n: int = 1024) -> float:
-    """GFLOP/s of a product of square matrices, the best of ten."""
+    """GFLOP/s of a product of square matrices, the best of forty."""
     a, b = torch.randn(n, n).to(dtype), torch.randn(n, n).to(dtype)
-    return 2 * n**3 / min(seconds(lambda: torch.mm(a, b)) for _ in range(10)) / 1e9
+    return 2 * n**3 / min(seconds(lambda: torch.mm(a, b)) for _ in range(40)) / 1e9
 
 
 def settle(threads: int) -> None:
@@ -151,10 +152,13 @@ def flops_per_token(figure: Figure) -> float:
     return products + 7 * L * C * figure.seq
 
 
-def ours(where: str, figure: Figure) -> Callable[[], object]:
+def ours(where: str, figure: Figure, computed: str | None = None) -> Callable[[], object]:
     """One step of our job a call."""
     full = figure.method == "full"
     stored, compute = choose(figure.dtype, "cpu", trainable=full)
+    if computed:
+        compute = getattr(torch, computed)
+        stored = compute if full else stored
     base = load_base(where, dtype=stored, compute=compute, trainable=full, store_dir=where + "/store")
     model = build(base)
     trained = list(model.named_parameters()) if full else attach(model, targets=TARGETS, rank=RANK, seed=0)
@@ -172,7 +176,8 @@ class Side:
         code = f"import sys; sys.path.insert(0, {HERE!r}); import bench_train; bench_train.serve()"
         self.process = subprocess.Popen(
             [sys.executable, "-c", code], stdin=PIPE, stdout=PIPE, stderr=DEVNULL, text=True)
-        self._say({"who": who, "where": where, "threads": args.threads, "clock": args.clock, "figure": figure})
+        self._say({"who": who, "where": where, "figure": figure, "threads": args.threads, "clock": args.clock,
+                   "compute": args.compute})
         self.steps(2)
 
     def steps(self, n: int) -> float:
@@ -203,7 +208,7 @@ def serve() -> None:
     out, sys.stdout = sys.stdout, sys.stderr
     figure = Figure(*order["figure"])
     if order["who"] == "rrd":
-        step = ours(order["where"], figure)
+        step = ours(order["where"], figure, order["compute"])
         for line in sys.stdin:
             start = now()
             for _ in range(int(line)):
@@ -250,7 +255,7 @@ def peer(where: str, figure: Figure, turns: Iterator[None]) -> None:
 
 def compare(args: argparse.Namespace, where: str, figure: Figure) -> float:
     if args.profile:
-        profile(ours(where, figure))
+        profile(ours(where, figure, args.compute))
         return 1.0
     sides = [Side(who, args, where, figure) for who in (["rrd"] if args.alone else ["rrd", "peer"])]
     steps = args.steps or max(1, round(2.0 / sides[0].steps(1)))

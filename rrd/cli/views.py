@@ -45,6 +45,10 @@ def overview(snapshot: Snapshot, now: float, width: int | None, *, limit: int | 
     return lines
 
 
+def color_of(state: JobState) -> str | None:
+    return _COLOR.get(state)
+
+
 def in_order(jobs: Iterable[JobView]) -> list[JobView]:
     return sorted(jobs, key=lambda j: ORDER.index(j.state))
 

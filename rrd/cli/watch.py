@@ -1,19 +1,21 @@
-"""``rrd watch``: the status, live. On a terminal a table that redraws itself; elsewhere a line for each change."""
+"""``rrd watch``: the status, live. On a terminal a screen that follows, with keys; elsewhere a line for each change."""
 
 from __future__ import annotations
 
 import contextlib
-import select
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from rrd.cli import panels
+from rrd.cli.logs import EVENTS, Tail, line
 from rrd.cli.places import Where, where
-from rrd.errors import NotRunning, TryLater
+from rrd.errors import NotRunning, RrdError, TryLater
 from rrd.text import one_line
 
 if TYPE_CHECKING:
@@ -21,13 +23,16 @@ if TYPE_CHECKING:
 
     from rrd.snapshot import Snapshot
 
+LOG_LINES = 2000
+"""Events of a job that can be scrolled back to."""
+
 
 @click.command()
 @click.option("--interval", type=click.FloatRange(0.2, 3600), metavar="SECONDS",
               help="Between two looks; 1, or 10 where there is no terminal.")
 @where
 def watch(interval: float | None, where: Where) -> None:
-    """Show status live; q or ctrl-c ends it.
+    """Show status live; keys pause and resume jobs and open their logs; ? lists them, q ends it.
 
     Where stdout is no terminal, a line is printed for each job that changed.
     """
@@ -36,8 +41,8 @@ def watch(interval: float | None, where: Where) -> None:
         if sys.stdout.isatty():
             on_terminal(run_dir, interval or 1.0)
         else:
-            for line in changes(lambda: fetch(run_dir), lambda: time.sleep(interval or 10.0)):
-                click.echo(line)
+            for text in changes(lambda: fetch(run_dir), lambda: time.sleep(interval or 10.0)):
+                click.echo(text)
 
 
 def fetch(run_dir: Path) -> Snapshot:
@@ -66,55 +71,134 @@ def changes(look: Callable[[], Snapshot], pause: Callable[[], object]) -> Iterat
 def on_terminal(run_dir: Path, interval: float) -> None:
     """Draw until q is pressed. A daemon that stops answering is said, and waited for."""
     from rich.console import Console
-    from rich.live import Live
 
-    console, last, silent = Console(highlight=False, markup=False, emoji=False), fetch(run_dir), ""
-    with key_presses() as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
-        while True:
-            live.update(frame(last, silent, console.width, console.height), refresh=True)
-            if pressed(interval) in {"q", "Q"}:
-                return
-            try:
-                last, silent = fetch(run_dir), ""
-            except (NotRunning, TryLater) as e:
-                silent = f"rrd {'is not running' if isinstance(e, NotRunning) else 'does not answer'}; waiting for it"
+    from rrd.cli.screen import Screen
+
+    screen = Screen(Console(highlight=False, markup=False, emoji=False))
+    watcher = Watcher(run_dir)
+    with screen.open() as keys:
+        while not watcher.over:
+            width, height = screen.size
+            screen.draw(watcher.frame(width, height))
+            if key := keys.wait(interval):
+                watcher.press(key, height)
+            else:
+                watcher.look()
 
 
-def frame(snapshot: Snapshot, silent: str, width: int, height: int) -> Text:
-    """One screen: as many jobs as fit."""
+class Watcher:
+    """The newest snapshot, and what the keys have chosen of it."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self.snapshot, self.silent, self.choice, self.over = fetch(run_dir), "", panels.Choice(), False
+        self._tail: Tail | None = None
+        self._log: deque[str] = deque(maxlen=LOG_LINES)
+
+    def look(self) -> None:
+        """Ask the daemon again, unless the screen is held."""
+        if self.choice.held:
+            return
+        try:
+            self.snapshot, self.silent = fetch(self._run_dir), ""
+        except (NotRunning, TryLater) as e:
+            what = "is not running" if isinstance(e, NotRunning) else "does not answer"
+            self.silent = f"rrd {what}; waiting for it"
+
+    def frame(self, width: int, height: int) -> Text:
+        if self.choice.view == "log":
+            self._read_log(width)
+        elif self.choice.view == "curve":
+            self._draw_curve(width, height)
+        return frame(self.snapshot, self.silent, width, height, self.choice)
+
+    # --- keys ---
+
+    def press(self, key: str, height: int) -> None:
+        """What ``key`` means in the view that is shown."""
+        c = self.choice
+        c.message = ""
+        if key in ("q", "Q", "escape"):
+            self.over, c.view = c.view == "jobs", "jobs"
+        elif key == "?":
+            c.view = "jobs" if c.view == "help" else "help"
+        elif key == "space":
+            c.held = not c.held
+        elif key in ("up", "k", "down", "j", "page up", "page down", "home", "end"):
+            self._move(key, height)
+        elif key in ("l", "enter", "c"):
+            self._open("curve" if key == "c" else "log")
+        elif key in ("p", "r"):
+            self._ask("pause" if key == "p" else "resume")
+
+    def _move(self, key: str, height: int) -> None:
+        from rrd.cli.views import in_order
+
+        c, page = self.choice, max(1, height // 2)
+        stride = {"up": -1, "k": -1, "down": 1, "j": 1, "page up": -page, "page down": page}.get(key)
+        if c.view == "log":
+            c.back = max(0, min(len(c.log), 0 if key == "end" else len(c.log) if stride is None else c.back - stride))
+            return
+        ids = [j.id for j in in_order(self.snapshot.jobs)]
+        if ids:
+            at = ids.index(c.job) if c.job in ids else -1 if stride and stride > 0 else 0
+            target = 0 if key == "home" else len(ids) - 1 if stride is None else at + stride
+            c.job = ids[max(0, min(len(ids) - 1, target))]
+
+    def _open(self, view: str) -> None:
+        c = self.choice
+        if not c.job:
+            c.message = "choose a job first: ↑ and ↓"
+        elif c.view == view:
+            c.view = "jobs"
+        else:
+            c.view, c.back, self._tail = view, 0, None
+            self._log.clear()
+
+    def _ask(self, verb: str) -> None:
+        from rrd.client import call
+
+        if not self.choice.job:
+            self.choice.message = "choose a job first: ↑ and ↓"
+            return
+        try:
+            self.choice.message = str(call(self._run_dir, verb, job=self.choice.job))
+        except RrdError as e:
+            self.choice.message = str(e)
+        self.look()
+
+    # --- one job ---
+
+    def _directory(self) -> Path:
+        return Path(self.snapshot.state_dir) / "jobs" / self.choice.job
+
+    def _read_log(self, width: int) -> None:
+        try:
+            self._tail = self._tail or Tail(self._directory() / EVENTS)
+            self._log.extend(line(record) for record in self._tail.new())
+            self.choice.log = panels.wrapped(self._log, width)
+        except OSError as e:
+            self.choice.log = [f"its log cannot be read: {e.strerror}; be a member of the group rrd, or use sudo"]
+
+    def _draw_curve(self, width: int, height: int) -> None:
+        from rrd.cli import braille
+        from rrd.history import read
+
+        try:
+            h = read(self._directory())
+        except OSError as e:
+            self.choice.curve = [f"its history cannot be read: {e.strerror}"]
+            return
+        color = sys.stdout.isatty()
+        self.choice.curve = braille.losses([h], width, height=max(5, height - 5), color=color) if h.losses() else [
+            "no step yet"]
+
+
+def frame(snapshot: Snapshot, silent: str, width: int, height: int, choice: panels.Choice | None = None) -> Text:
+    """One screen: no line longer than ``width`` cells, no more of them than ``height``."""
     from rich.text import Text
 
-    from rrd.cli import views
-
-    top, limit = [click.style(one_line(silent), fg="yellow")] if silent else [], min(height, len(snapshot.jobs))
-    while True:
-        lines = top + views.overview(snapshot, time.time(), width, limit=limit, curves=True)
-        if len(lines) <= height or limit <= 3:
-            break
-        limit = max(3, limit - max(1, (len(lines) - height) // 2))  # half: a job may take two lines or more
-    screen = Text.from_ansi("\n".join(lines[:height]))
-    screen.no_wrap, screen.overflow = True, "ellipsis"
-    return screen
-
-
-@contextlib.contextmanager
-def key_presses() -> Iterator[Callable[[float], str]]:
-    """A function that waits for a key for so many seconds; the terminal is as it was when it is over."""
-    if not sys.stdin.isatty():
-        yield _no_key
-        return
-    import termios
-    import tty
-
-    fd = sys.stdin.fileno()
-    before = termios.tcgetattr(fd)
-    tty.setcbreak(fd)  # keys come singly; ctrl-c still interrupts
-    try:
-        yield lambda seconds: sys.stdin.read(1) if select.select([fd], [], [], seconds)[0] else ""
-    finally:
-        termios.tcsetattr(fd, termios.TCSADRAIN, before)
-
-
-def _no_key(seconds: float) -> str:
-    time.sleep(seconds)
-    return ""
+    shown = [Text.from_ansi(text) for text in panels.lines(snapshot, choice or panels.Choice(), silent, width, height)]
+    for text in shown:
+        text.truncate(width, overflow="ellipsis")
+    return Text("\n", no_wrap=True).join(shown[:height])

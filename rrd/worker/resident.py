@@ -185,8 +185,8 @@ def _check_vocabulary(base: Base, *prepared: data.Prepared | None) -> None:
 
 
 def _dtypes_of(spec: JobSpec, device: torch.device, job_dir: Path) -> tuple[torch.dtype, torch.dtype]:
-    """(stored, compute). What "auto" means is measured once, when the job begins; then its checkpoints say it."""
-    if spec.dtype == "auto" and (saved := _saved_identity(job_dir)):
+    """(stored, compute). What the die is good at is measured once, when the job begins; then its checkpoints say it."""
+    if spec.dtype != "float32" and (saved := _saved_identity(job_dir)):
         with contextlib.suppress(KeyError):
             return dtypes.OF_NAME[saved["dtype"]], dtypes.OF_NAME[saved["compute"]]
     return dtypes.choose(spec.dtype, device, trainable=spec.method == "full")

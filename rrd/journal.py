@@ -27,6 +27,8 @@ JOURNAL_SOCKET = Path("/run/systemd/journal/socket")
 EVENTS_FILE = "events.jsonl"
 QUEUED = 10_000
 """Events that may wait to be written."""
+DAEMON_EVENTS = 4 << 20
+"""Bytes of events that are about no job; a job's own are kept for as long as the job."""
 CLOSE_SECONDS = 5.0
 """Longest that the end of the daemon waits for them."""
 PRIORITY = {"error": 3, "warning": 4, "notice": 5, "info": 6, "debug": 7}
@@ -249,7 +251,8 @@ def _field(name: str, value: str) -> bytes:
 
 
 class JobFiles:
-    """``<jobs_dir>/<job>/events.jsonl``: one JSON object a line, for ``rrd logs``.
+    """``<jobs_dir>/<job>/events.jsonl``: one JSON object a line, for ``rrd logs`` and ``rrd events``. What is about no
+    job goes to ``events.jsonl`` beside ``jobs_dir``, which begins anew when it has grown large.
 
     It is a log, not state: appended to without fsync, and a line cut short by a crash or a full disk stays alone.
     """
@@ -258,15 +261,16 @@ class JobFiles:
         self._jobs_dir = jobs_dir
 
     def write(self, event: Event) -> None:
-        if event.job is None:
-            return
+        directory = self._jobs_dir.parent if event.job is None else self._jobs_dir / event.job
         said = {"time": event.time, "kind": event.kind.name.lower(), "level": event.level, "message": event.message,
                 "hint": event.hint, "step": event.step, "die": event.die}
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        make_dir(self._jobs_dir / event.job)  # the first event may come before the first record
-        fd = os.open(self._jobs_dir / event.job / EVENTS_FILE, flags, 0o640)
+        make_dir(directory)  # the first event may come before the first record
+        fd = os.open(directory / EVENTS_FILE, flags, 0o640)
         try:
             size = os.fstat(fd).st_size
+            if event.job is None and size > DAEMON_EVENTS:
+                os.ftruncate(fd, size := 0)
             cut = size > 0 and os.pread(fd, 1, size - 1) != b"\n"
             line = ("\n" if cut else "") + json.dumps(said, ensure_ascii=False) + "\n"
             data = line.encode(errors="replace")

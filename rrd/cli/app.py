@@ -22,6 +22,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "status": ("status", "Show all jobs and dies, or everything about one job."),
     "watch": ("watch", "Show status live."),
     "logs": ("logs", "Show what happened to a job."),
+    "events": ("events", "Show what happened to all jobs and dies."),
     "history": ("history", "Show a job's steps: loss, learning rate, tokens."),
     "plot": ("history", "Draw the curves of jobs."),
     "pause": ("control", "Let jobs take no turns until they are resumed."),

@@ -91,14 +91,15 @@ def line(record: dict[str, Any]) -> str:
     """A record as a line for people."""
     when = click.style(show.clock(float(record["time"])), dim=True)
     if "message" in record:
-        return f"{when}  {_event(record)}"
+        return f"{when}  {event_text(record)}"
     return f"{when}  {one_line(_step(record))}"
 
 
-def _event(e: dict[str, Any]) -> str:
+def event_text(e: dict[str, Any]) -> str:
+    """An event in words: level, sentence, hint, and where."""
     level, hint = str(e.get("level", "")), e.get("hint")
     where = [f"{name} {e[name]}" for name in ("die", "step") if e.get(name)]
-    text = one_line(str(e["message"]) + (f" ({hint})" if hint else ""), 2000)
+    text = one_line(str(e.get("message", "?")) + (f" ({hint})" if hint else ""), 2000)
     place = one_line(f"  [{', '.join(where)}]" if where else "", 100)
     word = f"{level}: " if level in _COLOR else ""
     return click.style(word, fg=_COLOR.get(level)) + text + click.style(place, dim=True)

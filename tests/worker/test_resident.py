@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import IO
 
 import pytest
+import torch
 
-from rrd import durable
+from rrd import checkpoint, durable
 from rrd.errors import DiskTrouble, TryLater
+from rrd.job import JobSpec
+from rrd.train.state import STATE
 from rrd.worker import resident
 
 
@@ -37,3 +41,17 @@ def test_a_lock_that_cannot_be_made_is_not_waited_for(tmp_path: Path) -> None:
     (tmp_path / "lock").mkdir()
     with pytest.raises(DiskTrouble):
         resident._take_lock(tmp_path, lambda what, share: pytest.fail("it waits"))
+
+
+@pytest.mark.parametrize(("dtype", "stored", "compute"), [
+    ("auto", "float32", "float32"), ("bfloat16", "bfloat16", "float32"), ("bfloat16", "bfloat16", "bfloat16")])
+def test_what_a_die_computes_in_is_measured_once_and_then_read_from_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, stored: str, compute: str
+) -> None:
+    """Measured again it might turn out otherwise, and the job could not go on with the same numbers."""
+    monkeypatch.setattr(resident.dtypes, "good_at_bf16", lambda device: compute == "float32")
+    state = json.dumps({"identity": {"dtype": stored, "compute": compute}}).encode()
+    checkpoint.commit(tmp_path, job="a", step=3, identity="i", files={STATE: [state]})
+    spec = JobSpec(model="/m", data="/d", dtype=dtype)
+    got = resident._dtypes_of(spec, torch.device("cpu"), tmp_path)
+    assert got == (getattr(torch, stored), getattr(torch, compute))

@@ -148,7 +148,7 @@ def faults(s: Snapshot) -> list[tuple[str, str, str]]:
               for j in s.jobs if j.crashes and j.state is not S.FAILED]
     found += [(f"job {j.id}", j.why, j.hint) for j in s.jobs
               if j.state is S.PAUSED and j.checkpoint_failures and j.why]
-    found += [(r.file + (f":{r.line}" if r.line else ""), r.message, r.hint) for r in s.rejected]
+    found += [(r.file, r.message.removeprefix(f"{r.file}:"), r.hint) for r in s.rejected]
     return found
 
 

@@ -62,6 +62,29 @@ def rwkv7(*, C: int = 128, L: int = 3, V: int = 97, inner: int = 0, unused_v: bo
     return found
 
 
+def between(kind: str, j: int, C: int, inner: int, random: Random, features: int = 16) -> Tensors:
+    """An attention block: ``kind`` is moba, attn or rfa."""
+    at = f"{kind}.{j}"
+    found = norm(f"{at}.ln1", C, random) | norm(f"{at}.ln2", C, random) | channel_mix(f"{at}.ffn", C, inner, random)
+    found |= attention(f"{at}.att", C, random)
+    if kind == "rfa":
+        H = C // 64
+        found |= {f"{at}.att.gate.weight": random(H, C, scale=C**-0.5), f"{at}.att.gate.bias": random(H, mean=2.0),
+                  f"{at}.att.sigma": random(H, 64, scale=0.2, mean=1.0),
+                  f"{at}.att.features": random(H, features, 64)}
+    return found
+
+
+def hybrid(*, prefix: str = "", L: int = 4, C: int = 128, seed: int = 0, **kinds: int) -> Tensors:
+    """An RWKV-7 with attention blocks: ``moba=2`` for two of them. ``prefix`` goes before the body's names."""
+    random = Random(seed + 1)
+    found = {prefix + n: t for n, t in rwkv7(C=C, L=L, seed=seed).items()}
+    for kind, m in kinds.items():
+        for j in range(m):
+            found |= between(kind, j, C, 4 * C, random)
+    return found
+
+
 def saved(tensors: Tensors, path: Path) -> Path:
     """A model directory with nothing but the tensors."""
     path.mkdir(parents=True, exist_ok=True)

@@ -7,14 +7,16 @@ The layouts known, with ``{p}`` either nothing or ``rwkv.``:
     {p}blocks.{i}.att.{x_r … ln_x.bias}          a time mix (BlinkDL's RWKV-LM); one without x_r is plain attention
     moba.{j}.*  attn.{j}.*  rfa.{j}.*            attention blocks between (``rrd.models.rwkvx``)
 
-With m blocks of one such kind, one stands after every L / m blocks of ``blocks``, as in RWKV-X.
+With m blocks of one such kind, one stands after every L / m blocks of ``blocks``, as in RWKV-X. Of several kinds at one
+place, moba comes first, then attn, then rfa.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from rrd.errors import BadJob
 from rrd.models.registry import Shape
@@ -50,6 +52,9 @@ class RwkvConfig:
     blocks: tuple[BlockConfig, ...]
     head_size: int = HEAD_SIZE
     norm_eps: float = 1e-5
+    moba_chunk: int = 2048
+    """Tokens in a chunk of ``moba`` blocks, which are sparse beyond ``moba_chunk * moba_topk`` tokens."""
+    moba_topk: int = 3
 
     @property
     def n_head(self) -> int:
@@ -74,8 +79,11 @@ def prefix_of(keys: Collection[str]) -> str | None:
     return None
 
 
-def read_config(shapes: Mapping[str, Shape]) -> RwkvConfig:
-    """The model's config. Raises BadJob for what is no RWKV-7, and for sizes that do not fit together."""
+def read_config(raw: Mapping[str, Any], shapes: Mapping[str, Shape]) -> RwkvConfig:
+    """The model's config. Raises BadJob for what is no RWKV-7, and for sizes that do not fit together.
+
+    A ``config.json`` may stand beside the tensors; of it, ``moba_chunk_size`` and ``moba_topk`` are read.
+    """
     prefix = prefix_of(shapes)
     assert prefix is not None
     emb = shapes[f"{prefix}emb.weight"]
@@ -83,7 +91,15 @@ def read_config(shapes: Mapping[str, Shape]) -> RwkvConfig:
         raise BadJob(f"emb.weight is {list(emb)}: the model's width must be a multiple of {HEAD_SIZE}")
     L = _count(shapes, f"{prefix}blocks.")
     main = [_block(shapes, f"{prefix}blocks.{i}", None) for i in range(L)]
-    return RwkvConfig(prefix=prefix, n_vocab=emb[0], n_embd=emb[1], blocks=_in_order(main, shapes))
+    return RwkvConfig(prefix=prefix, n_vocab=emb[0], n_embd=emb[1], blocks=_in_order(main, shapes),
+                      moba_chunk=_number(raw, "moba_chunk_size", 2048), moba_topk=_number(raw, "moba_topk", 3))
+
+
+def _number(raw: Mapping[str, Any], key: str, default: int) -> int:
+    value = raw.get(key, default)
+    if type(value) is not int or not 0 < value < 1 << 31:
+        raise BadJob(f"gives no usable {key} in its config.json")
+    return value
 
 
 def _count(shapes: Mapping[str, Shape], start: str) -> int:
@@ -126,4 +142,4 @@ def _in_order(main: list[BlockConfig], shapes: Mapping[str, Shape]) -> tuple[Blo
 
 
 def _first(b: BlockConfig) -> BlockConfig:
-    return BlockConfig(path=b.path, kind=b.kind, n_inner=b.n_inner, d_w=b.d_w, d_a=b.d_a, d_v=0, d_g=b.d_g)
+    return replace(b, d_v=0)

@@ -26,3 +26,38 @@ def wkv7(
         S = S * log_d[:, t, :, None, :].exp() + u * b[:, t, :, None, :] + v[:, t, :, :, None] * k[:, t, :, None, :]
         ys.append((S @ r[:, t, :, :, None]).squeeze(-1))
     return (torch.stack(ys, 1) if ys else v.new_empty(v.shape)), S
+
+
+def moba(q: Tensor, k: Tensor, v: Tensor, chunk: int, topk: int) -> Tensor:
+    """Attention to a query's own chunk up to itself and to the ``topk - 1`` best earlier ones, by q . mean key.
+
+    q, k, v: [B, T, H, N]; heads are apart. Lu et al., 2025, "MoBA", with one softmax over everything a query sees.
+    """
+    B, T, H, N = q.shape
+    scores = torch.einsum("bthn,bshn->bhts", q, k) * N**-0.5
+    t = torch.arange(T, device=q.device)
+    visible = torch.zeros(B, H, T, T, dtype=torch.bool, device=q.device)
+    for i in range(T):
+        c = i // chunk
+        visible[:, :, i, c * chunk : i + 1] = True
+        if c == 0:
+            continue
+        means = k[:, : c * chunk].view(B, c, chunk, H, N).mean(2)
+        gate = torch.einsum("bhn,bchn->bhc", q[:, i], means)
+        chosen = gate.topk(min(topk - 1, c), -1).indices
+        visible[:, :, i] |= (t // chunk == chosen[..., None]).any(2)
+    return torch.einsum("bhts,bshn->bthn", scores.masked_fill(~visible, float("-inf")).softmax(-1), v)
+
+
+def rfa(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, floor: float) -> Tensor:
+    """Gated random feature attention, token by token. q, k: features [B, T, H, F]; v [B, T, H, N]; gate [B, T, H]."""
+    B, T, H, F = q.shape
+    S, z, n = v.new_zeros(B, H, F, v.shape[3]), v.new_zeros(B, H, F), v.new_zeros(B, H)
+    ys = []
+    for i in range(T):
+        g = torch.sigmoid(gate[:, i])
+        S = g[..., None, None] * S + (1 - g)[..., None, None] * k[:, i, :, :, None] * v[:, i, :, None, :]
+        z, n = g[..., None] * z + (1 - g)[..., None] * k[:, i], g * n + 1 - g
+        below = torch.maximum((q[:, i] * z).sum(-1), floor * n)
+        ys.append((q[:, i, :, None] @ S).squeeze(2) / below[..., None])
+    return torch.stack(ys, 1)

@@ -87,6 +87,18 @@ def _tuple(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
+def _hook(value: object) -> object:
+    """A URL, or a program by its full path with arguments."""
+    if isinstance(value, str) and value:
+        value = [value]
+        if not value[0].startswith(("http://", "https://")):
+            raise Fault(f"must be a list of a program and its arguments, or a URL, not {show(value[0])}",
+                        hint='for example ["/usr/local/bin/tell", "me"] or "https://example.org/hook"')
+    elif isinstance(value, list) and value and not (isinstance(value[0], str) and value[0].startswith("/")):
+        raise Fault(f"must begin with the full path of a program, not {show(value[0])}")
+    return _tuple(value or [])
+
+
 AbsPath = Annotated[Path, PlainValidator(_path), WithJsonSchema({"type": "string", "pattern": "^/"})]
 Paths = Annotated["tuple[AbsPath, ...]", BeforeValidator(_tuple)]
 Device = Annotated[str, PlainValidator(_device), WithJsonSchema({"type": "string", "pattern": "^(cpu|cuda:[0-9]+)$"})]
@@ -95,6 +107,8 @@ Address = Annotated[str, PlainValidator(_address), WithJsonSchema({"type": "stri
 User = Annotated[int, PlainValidator(_user),
                  WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "integer", "minimum": 0}]})]
 Argv = Annotated["tuple[str, ...]", BeforeValidator(_tuple)]
+Hook = Annotated["tuple[str, ...]", BeforeValidator(_hook), WithJsonSchema({"anyOf": [
+    {"type": "string", "format": "uri", "pattern": "^https?://"}, {"type": "array", "items": {"type": "string"}}]})]
 
 
 class _Strict(BaseModel):
@@ -203,6 +217,11 @@ class Config(_Table):
     """Memory of a die that rrd may use, such as "11GiB"; left out: what the die has."""
     hang_seconds: float = Field(default=60.0, ge=1, le=86400)
     """Seconds without progress after which a worker counts as hung, at the least."""
+
+    on_done: Hook = ()
+    """Whom to tell that a job is done: a program and its arguments, or a URL that gets a POST."""
+    on_failed: Hook = ()
+    """The same for a job that failed."""
 
     lane: Annotated[tuple[LaneConfig, ...], BeforeValidator(_tuple)] = ()
     """Lanes of dies; left out: a lane for each core, CPU dies spread over them."""

@@ -20,6 +20,7 @@ from rrd.control import Control
 from rrd.errors import BadJob, RrdError
 from rrd.gate import make_gate
 from rrd.handle import Nursery
+from rrd.herald import Herald
 from rrd.intake import Intake
 from rrd.job import JOB_FILE, JobSpec, parse_job
 from rrd.journal import Journal, Kind
@@ -36,6 +37,8 @@ from rrd.text import count
 from rrd.watch import Watch
 from rrd.web import Web
 
+TELL_SECONDS = 10.0
+"""How long the end of the daemon waits for the end of jobs to be told."""
 STATUS_SECONDS = 2.0
 """How often the status file for ``rrd status`` without a daemon is renewed."""
 
@@ -54,6 +57,7 @@ class Daemon:
         self.scheduler = Scheduler(config, keeper=self.keeper, nursery=self.nursery, journal=journal,
                                    meters=self.meters, live=live)
         self.intake = Intake(self.scheduler)
+        self.herald = Herald(lambda: self.config, lambda: self.scheduler.jobs.values(), self.keeper, journal)
         self.watch = Watch(config.jobs_dir, rescan_seconds=config.rescan_seconds)
         self.spool: Spool | None = None
         self._wake = asyncio.Event()
@@ -75,7 +79,7 @@ class Daemon:
             web = self._start_web()
             self._start_lanes()
             self._tasks += [asyncio.create_task(work) for work in (
-                self._follow_spool(), self._feed_watchdog(), self._keep_status())]
+                self._follow_spool(), self._feed_watchdog(), self._keep_status(), self.herald.run())]
             self.notify.ready("looking for jobs")
             self.journal.event(Kind.READY, "info", f"ready: {self._dies()}, jobs from {self.config.jobs_dir}")
             await self._work()
@@ -160,6 +164,8 @@ class Daemon:
         await self.nursery.stop()
         for job in self.scheduler.jobs.values():
             self.keeper.save(job)
+        with contextlib.suppress(asyncio.TimeoutError):  # what is not told now will be at the next start
+            await asyncio.wait_for(self.herald.tell_all(), TELL_SECONDS)
         await self.keeper.flush()
         await asyncio.to_thread(self._write_status, self.snapshot())
         self.keeper.close()
@@ -199,7 +205,8 @@ class Daemon:
     config_overrides: dict[str, Any] = {}  # noqa: RUF012 (set per instance by ``run_daemon``)
 
     def _adopt(self, fresh: Config) -> None:
-        live = {"model_roots", "data_roots", "spool_uids", "jobs_per_die", "hang_seconds", "output_root"}
+        live = {"model_roots", "data_roots", "spool_uids", "jobs_per_die", "hang_seconds", "output_root",
+                "on_done", "on_failed"}
         old, new = self.config.model_dump(), fresh.model_dump()
         later = sorted(k for k in old if old[k] != new[k] and k not in live)
         self.config = self.config.model_copy(update={k: getattr(fresh, k) for k in live})

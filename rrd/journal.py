@@ -88,6 +88,8 @@ class Kind(Enum):
     """A job has ended well."""
     FAILED = "69934e496ac74e278428f3b23e1f2af0"
     """A job has ended badly."""
+    HOOK = "32d39a5404594609a7bc72bb637518bc"
+    """What should be told when a job ends could not be, or was after all."""
     DISK = "222a5596571b45e9b01ea7a902bb1c61"
     """The disk takes no checkpoints, or takes them again."""
     GATE_REFUSED = "f1357314c6be45f3be3114985b7bcbae"

@@ -48,6 +48,8 @@ class Record(BaseModel):
     """Of a removed job: how it had ended before, if it had."""
     samples: int | None = None
     finished_at: float | None = None
+    told_at: float | None = None
+    """The ``finished_at`` that ``on_done`` or ``on_failed`` was last told of: another one is still to be told."""
     failed_facts: str = ""
     """What the files named by a failed job looked like; when that changes, it is tried again."""
 

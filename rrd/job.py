@@ -42,7 +42,7 @@ LIVE_KEYS = frozenset({"steps_per_visit", "visit_seconds", "weight", "max_steps"
 PLACE_KEYS = frozenset({"die"})
 """Keys whose new value counts when the job is next given a place."""
 
-RESTART_KEYS = frozenset({"output", "eval_data", "export_merged", "resume"})
+RESTART_KEYS = frozenset({"output", "eval_data", "export_merged", "resume", "tensorboard"})
 """Keys that ``rrd restart`` takes over while carrying on from the checkpoint: no training step depends on them."""
 
 PATH_KEYS = ("model", "data", "output", "tokenizer", "eval_data")
@@ -146,6 +146,8 @@ class JobSpec(BaseModel):
     """Steps between exports of the unfinished adapter; left out: only at the end."""
     export_merged: bool = False
     """Write the whole model with the adapter merged in, too."""
+    tensorboard: bool = False
+    """Write the job's curves as TensorBoard event files, too, into its state directory."""
     resume: Literal["exact", "compatible"] = "exact"
     """"exact" refuses to go on where another torch, die or thread count could change numbers; "compatible" goes on."""
     on_nan: Literal["stop", "skip"] = "stop"

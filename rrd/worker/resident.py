@@ -28,6 +28,7 @@ from rrd.train.memory import Needs, estimate
 from rrd.train.publish import check_output
 from rrd.train.state import FORMAT, STATE, TENSORS, Staging, differences, restore
 from rrd.train.trainer import Trainer
+from rrd.worker.tensorboard import EventFile
 
 Alive = Callable[[str, float], None]
 """Called during long work with what it is and the share done: the heartbeat."""
@@ -59,6 +60,8 @@ class Resident:
     committed_step: int = 0
     fallbacks: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    events: EventFile | None = None
+    """TensorBoard's copy of the history, where the job asks for one."""
     written: threading.Event = field(default_factory=threading.Event)
     """Set while no write uses the staging buffer."""
 
@@ -72,9 +75,13 @@ class Resident:
 
     def log(self, **line: Any) -> None:
         self.history.append(json.dumps(line).encode() + b"\n")
+        if self.events is not None:
+            self.events.add(line)
 
     def close(self) -> None:
         self.written.wait()
+        if self.events is not None:
+            self.events.close()
         self.history.close()
         self.lock.close()
 
@@ -132,6 +139,8 @@ def load(order: Load, *, device: str, threads: int, job_dir: Path, cache_dir: Pa
         lock.close()
         raise
     resident = Resident(order.job, job_dir, lock, trainer, history, staging, fallbacks=fallbacks, notes=notes)
+    if spec.tensorboard:
+        resident.events = EventFile(job_dir, lambda: alive("writing TensorBoard's files", 0.0))
     if state:
         resident.resumed = resident.committed_step = trainer.step
     resident.written.set()

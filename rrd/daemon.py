@@ -34,6 +34,7 @@ from rrd.snapshot import Snapshot
 from rrd.spool import JobFile, Scan, Spool
 from rrd.states import JobState
 from rrd.text import count
+from rrd.verbs import Verbs
 from rrd.watch import Watch
 from rrd.web import Web
 
@@ -103,6 +104,8 @@ class Daemon:
             self.journal.event(Kind.LEDGER, "error", fault, hint="the job goes on from its checkpoints")
         specs, accepted = await asyncio.to_thread(_accepted, self.config, ledger, records)
         self.intake.restore(records, specs)
+        if self.until_done:
+            self.scheduler.try_again()
         self.spool = Spool(self.config, accepted=accepted)
         self.scheduler.changed = self._wake.set
 
@@ -302,8 +305,9 @@ class Daemon:
             self.stop()
             return "stopping"
 
-        s = self.scheduler
-        verbs = [status, reload, stop, *map(self._on_job, (s.pause, s.resume, s.cancel, s.restart, s.unfence))]
+        user = Verbs(self.scheduler)
+        asked = (user.pause, user.resume, user.cancel, user.restart, user.unfence)
+        verbs = [status, reload, stop, *map(self._on_job, asked)]
         return {v.__name__: v for v in verbs}
 
     def _on_job(self, verb: Callable[..., str]) -> Callable[..., str]:

@@ -34,7 +34,7 @@ class Die:
     fenced: str = ""
     """Why no job may be here; empty: it may."""
     suspect: str = ""
-    """The job on whose visit the worker died last, until a visit succeeds."""
+    """The job on whose visit the worker died last, until steps are made again."""
     since: float | None = None
     """Unix time at which the visit in progress began."""
     visits: deque[VisitView] = field(default_factory=lambda: deque(maxlen=VISITS))

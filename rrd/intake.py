@@ -33,6 +33,8 @@ class Intake:
             if record.state in PLACED or record.state is JobState.PREPARING:
                 record.state = JobState.WAITING  # nobody trains yet
             job = Job(record, specs[job_id], output=str(output_of(job_id, specs[job_id], s.config)))
+            if record.state is JobState.PAUSED and not job.paused:
+                record.state = JobState.WAITING  # for its disk; whether that has room, it will find out
             job.step = job.saved_step = record.announced_step
             (self._gone if record.state is JobState.REMOVED else s.jobs)[job_id] = job
 
@@ -43,6 +45,7 @@ class Intake:
             if file.id in self._gone:
                 self._put_back(self._gone.pop(file.id))
             if job := s.jobs.get(file.id):
+                self._call_back(job)
                 self._offer(job, file)
             else:
                 self._admit(file)
@@ -77,7 +80,7 @@ class Intake:
         if taken:
             self._took_over(job, taken)
         if edited and job.state is JobState.FAILED and not refused:
-            s.set(job, JobState.WAITING)
+            s.retry(job)
 
     @staticmethod
     def _untouched(job: Job) -> bool:
@@ -108,15 +111,24 @@ class Intake:
         """Its file is there again: carry on where it was."""
         ended = job.record.outcome
         self.scheduler.jobs[job.id] = job
-        self.scheduler.set(job, ended or JobState.WAITING, job.record.why if ended else "")
+        self.scheduler.set(job, ended or JobState.WAITING, job.record.why if ended else "",
+                           job.record.hint if ended else "")
         self.scheduler.say(Kind.JOB_ACCEPTED, "its job file is back; carrying on", job)
+
+    def _call_back(self, job: Job) -> None:
+        """Its file is there again before it was off its die."""
+        if job.leave and job.leave.state is JobState.REMOVED:
+            job.leave = Leave(JobState.WAITING)
+            self.scheduler.say(Kind.JOB_ACCEPTED, "its job file is back; carrying on", job)
 
     def _remove(self, job: Job) -> None:
         if job.leave and job.leave.state is JobState.REMOVED:
             return  # on its way already
-        job.record.outcome = job.state if job.state in ENDED else None
+        r = job.record
+        now = job.leave or Leave(job.state, r.why, r.hint)
+        r.outcome = now.state if now.state in ENDED else None
         self.scheduler.say(Kind.JOB_REMOVED, "its job file is gone; its checkpoints are kept", job)
-        self.scheduler.end(job, Leave(JobState.REMOVED, "its job file is gone", "put the file back and it carries on"))
+        self.scheduler.end(job, now._replace(state=JobState.REMOVED))
 
     def _say_rejected(self, rejected: dict[str, Rejection]) -> None:
         for name, r in rejected.items():

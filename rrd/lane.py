@@ -128,6 +128,7 @@ class Lane:
         except TryLater as e:
             self._refused(die, e.message)
         except WorkerGone as e:
+            self.rotation.done(turn)
             self._crashed(job, die, e.message)
         finally:
             if self.rotation.in_flight is turn:
@@ -171,8 +172,9 @@ class Lane:
                 await self._finish(job, die, worker)
             else:
                 await self._steps(job, die, worker, turn)
-            die.suspect = ""
-            self.rotation.granted(die.name)  # not before: a die whose workers keep dying is left alone ever longer
+            if job.steps_run > before:  # a load alone says little: dies that load well may still die in a step
+                die.suspect = ""
+                self.rotation.granted(die.name)
         finally:
             die.visits.append(VisitView(job=job.id, start=die.since, end=self.wall(), steps=job.steps_run - before,
                                         round=turn.round))
@@ -194,6 +196,7 @@ class Lane:
         answer = await self._ask(job, die, worker, job.order(n, seconds, round=turn.round), VisitDone)
         if not isinstance(answer, VisitDone):
             return
+        die.suspect = ""  # it can still train
         self.busy_seconds += answer.seconds
         self.host.visited(job, die, turn, answer)
         if self.stopping:
@@ -223,7 +226,7 @@ class Lane:
         self.host.finishing(job)
         if not await self._save(job, die, worker):
             self._hold_for_disk(job)
-        elif await self._export(job, die, worker) and await self._evict(job, die, worker):
+        elif await self._export(job, die, worker) and await self._evict(job, die, worker) and not job.leave:
             self._forget(job)
             self.host.finished(job)
 
@@ -327,6 +330,8 @@ class Lane:
             if each.leave is None:
                 self._errands.pop(each.id, None)
         self.rotation.refused(die.name, self.monotonic())  # a moment's pause, longer each time it happens in a row
+        if job is not None and job.id in self.rotation:
+            self.rotation.step_back(job.id)  # another of the die's jobs is to show whose fault it was
         self.host.crashed(job, die, reason)
 
     # --- the end ---

@@ -49,6 +49,8 @@ class Job:
     """What to begin again with once it is off its die, and whether from step 0."""
     digest: str = ""
     """sha256 of the job file as last seen."""
+    facts: str = ""
+    """What the files that it names looked like before it was prepared."""
     die: str | None = None
     lane: str | None = None
     resident: bool = False
@@ -268,6 +270,8 @@ class Job:
     def _why(self) -> tuple[str, str]:
         if self.progress and self.state in (JobState.PREPARING, JobState.LOADING):
             return f"{self.progress[0]}, {self.progress[1]:.0%}", ""
+        if self.leave:
+            return f"leaving die {self.die}" + (f": {self.leave.why}" if self.leave.why else ""), self.leave.hint
         if self.record.why:
             return self.record.why, self.record.hint
         if self.disk_trouble:

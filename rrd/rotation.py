@@ -247,6 +247,13 @@ class Rotation:
             self._leave(self._jobs[job])
         return at.retry_at
 
+    def step_back(self, job: str) -> None:
+        """``job``, whose die is backed off, comes after the other jobs of its die from now on."""
+        entry = self._jobs[job]
+        last = max((self._jobs[j] for j in self._dies[entry.die].jobs), key=lambda e: e.slot)
+        assert not entry.ready and not last.ready, "their places in the queues stand by their slots"
+        entry.slot, last.slot = last.slot, entry.slot
+
     def wake_at(self) -> float | None:
         """After ``next`` gave None: when to ask again if nothing else happens; None: only a change helps."""
         retries = (

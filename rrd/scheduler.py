@@ -1,19 +1,19 @@
 """The daemon's decisions about jobs: which there are, what becomes of each, and where it trains.
 
-Facts come from the spool (``rrd.intake``), from the user (``pause`` and its kind) and from the lanes (the ``Host``
-methods). After each of them ``advance`` brings every job as far as it can go.
+Facts come from the spool (``rrd.intake``), from the user (``rrd.verbs``) and from the lanes (the ``Host`` methods).
+After each of them ``advance`` brings every job as far as it can go.
 """
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 
 from rrd.config import Config
 from rrd.die import Die
-from rrd.errors import BadJob, NoSuchJob, RrdError
 from rrd.handle import Nursery
-from rrd.job import JobSpec, identity, output_of
+from rrd.job import JobSpec, output_of
 from rrd.journal import Journal, Kind
 from rrd.keeper import Keeper
 from rrd.lane import Lane
@@ -55,7 +55,7 @@ class Scheduler:
         self.monotonic, self.wall = monotonic, wall
         self.jobs: dict[str, Job] = {}
         self.lanes: dict[str, Lane] = {}
-        self.preparer = Preparer(config, nursery, limit=max(2, len(config.lanes)))
+        self.preparer = Preparer(config, nursery, limit=max(2, len(config.lanes)), monotonic=monotonic, wall=wall)
         self.gone: Callable[[Job], None] = lambda job: None
         """Called with a job whose file is gone, once it is off its die and out of the books."""
         self.changed: Callable[[], None] = lambda: None
@@ -72,8 +72,13 @@ class Scheduler:
     def _compare_facts(self, job: Job, facts: str) -> None:
         if job.state is JobState.FAILED and job.record.failed_facts not in ("", facts):
             self.say(Kind.JOB_RETRIED, "a file it needs has changed; trying again", job)
-            self.set(job, JobState.WAITING)
-            self.changed()
+            self.retry(job)
+
+    def retry(self, job: Job) -> None:
+        """Another try for a failed job, with all its chances."""
+        job.record.crashes, job.record.failed_facts, job.prepared = 0, "", False
+        self.set(job, JobState.WAITING)
+        self.changed()
 
     def replace(self, job: Job, spec: JobSpec, output: str) -> None:
         """Another spec for a job of which nothing was trained."""
@@ -82,76 +87,13 @@ class Scheduler:
         if job.state is JobState.PREPARING:
             self.set(job, JobState.WAITING)
 
-    # --- the user ---
-
-    def get(self, job_id: str) -> Job:
-        if job := self.jobs.get(job_id):
-            return job
-        raise NoSuchJob(f"there is no job {job_id}", hint="`rrd status` lists them")
-
-    def pause(self, job_id: str) -> str:
-        job = self.get(job_id)
-        if job.state in ENDED:
-            raise RrdError(f"{job.id} is {job.state}; there is nothing to pause")
-        job.record.user_paused = True
-        self.pause_or_resume(job)
-        return f"{job.id} rests after its step in progress"
-
-    def resume(self, job_id: str) -> str:
-        job = self.get(job_id)
-        if job.spec.paused:
-            raise BadJob(f"{job.id} is paused by its job file", hint=f"take `paused = true` out of {job.file}")
-        if not job.record.user_paused:
-            raise RrdError(f"{job.id} is not paused", hint=f"it is {job.state}")
-        job.record.user_paused = False
-        self.pause_or_resume(job)
-        return f"{job.id} carries on"
-
-    def cancel(self, job_id: str) -> str:
-        job = self.get(job_id)
-        if job.state in ENDED:
-            raise RrdError(f"{job.id} is {job.state}; there is nothing to cancel")
-        self.end(job, Leave(JobState.CANCELLED, "cancelled by the user", f"`rrd restart {job.id}` carries on"))
-        return f"{job.id} ends after its step in progress; its checkpoints are kept"
-
-    def restart(self, job_id: str, *, fresh: bool = False) -> str:
-        """Take over the job file as it is and try again: from the newest checkpoint, or from step 0 if ``fresh`` or
-        if the file now asks for another identity."""
-        job = self.get(job_id)
-        spec = job.offered or job.spec
-        fresh = fresh or identity(spec) != identity(job.spec)
-        job.restart = (spec, fresh)
-        self.end(job, Leave(JobState.WAITING, "restarting", save=not fresh))
-        return f"{job.id} starts again " + ("at step 0" if fresh else "from its newest checkpoint")
-
-    def _restart_now(self, job: Job) -> None:
-        """The job is off its die: begin again."""
-        assert job.restart is not None
-        job.spec, fresh = job.restart
-        job.restart = job.offered = None
-        job.refusal, job.prepared = "", False
-        job.output = str(output_of(job.id, job.spec, self.config))
-        r = job.record
-        r.crashes, r.user_paused, r.failed_facts = 0, False, ""
-        if fresh:
-            r.announced_step = r.best_step = job.step = job.saved_step = 0
-            r.announced_at, r.samples = None, None
-            job.not_before = float("inf")  # until the old checkpoints are out of the way
-            self.keeper.set_aside(job, lambda: self._may_start(job))
-        self.keeper.save(job, spec=True)
-        self.say(Kind.JOB_RESTARTED, "restarted " + ("at step 0" if fresh else "from its newest checkpoint"), job)
-
-    def _may_start(self, job: Job) -> None:
-        job.not_before = 0.0
-        self.changed()
-
-    def unfence(self, die_name: str) -> str:
-        for lane in self.lanes.values():
-            if die := lane.dies.get(die_name):
-                die.fenced = die.suspect = ""
-                self.changed()
-                return f"die {die_name} is in use again"
-        raise RrdError(f"there is no die {die_name}", hint="`rrd dies` lists them")
+    def try_again(self) -> None:
+        """Whoever runs jobs in the foreground wants them run: those that failed or were cancelled before, too."""
+        for job in self.jobs.values():
+            if job.state in (JobState.FAILED, JobState.CANCELLED):
+                self.say(Kind.JOB_RETRIED, f"{job.state} before: {job.record.why}; trying again", job)
+                job.record.crashes = 0
+                self.set(job, JobState.WAITING)
 
     # --- moving on ---
 
@@ -163,14 +105,25 @@ class Scheduler:
         for job in [j for j in queue if j.paused]:
             self.set(job, JobState.PAUSED, self._pause_reason(job))
         queue = [j for j in queue if not j.paused and j.not_before <= now]
-        free = sum(max(0, self.config.jobs_per_die - len(d.jobs)) for d in self._dies() if not d.fenced)
-        for job in [j for j in queue[: free + PREPARED_AHEAD] if not j.prepared][: self.preparer.room]:
+        for job in self._worth_preparing(queue)[: self.preparer.room]:
             self.set(job, JobState.PREPARING)
+            self.keeper.facts(job.spec, lambda facts, job=job: self._keep_facts(job, facts))  # type: ignore[misc]
             self.preparer.start(job, self._prepared)
         self._place([j for j in queue if j.prepared])
         for job in queue:
             if job.state is JobState.WAITING and not job.prepared and not job.record.why:
                 job.record.why = "in line: jobs whose files are older come first"
+
+    def _worth_preparing(self, queue: list[Job]) -> list[Job]:
+        """Those that may soon have room; jobs that wait for one die are not in the way of those that want another."""
+        free = sum(max(0, self.config.jobs_per_die - len(d.jobs)) for d in self._dies() if not d.fenced)
+        ahead: Counter[str | int] = Counter()
+        soon = []
+        for job in queue:
+            ahead[job.spec.die] += 1
+            if not job.prepared and ahead[job.spec.die] <= free + PREPARED_AHEAD:
+                soon.append(job)
+        return soon
 
     def _place(self, ready: list[Job]) -> None:
         wishes = [Candidate(j.id, j.spec.die, j.needs_bytes, j.base_key, j.base_bytes) for j in ready]
@@ -214,12 +167,14 @@ class Scheduler:
         self.changed()
 
     def pause_or_resume(self, job: Job) -> None:
-        if job.paused and job.state not in ENDED and job.state is not JobState.PAUSED:
-            self.end(job, Leave(JobState.PAUSED, self._pause_reason(job)))
-        elif not job.paused and job.state is JobState.PAUSED and job.die is None:
-            self.set(job, JobState.WAITING)
-        elif not job.paused and job.leave and job.leave.state is JobState.PAUSED:
+        """Do what ``job.paused`` says, wherever the job is."""
+        if job.paused:
+            if job.state not in ENDED and (job.die or job.state is not JobState.PAUSED):
+                self.end(job, Leave(JobState.PAUSED, self._pause_reason(job)))
+        elif job.leave and job.leave.state is JobState.PAUSED:
             job.leave = Leave(JobState.WAITING)  # changed their mind before it was off the die
+        elif job.state is JobState.PAUSED and not job.die:
+            self.set(job, JobState.WAITING)
         self.keeper.save(job)
         self.changed()
 
@@ -302,53 +257,61 @@ class Scheduler:
         self.say(Kind.GATE_REFUSED, f"{reason}; trying again in {duration(retry_in)}", level="warning", die=die)
 
     def failed(self, job: Job, die: Die, report: Failed) -> None:
-        if report.blame == "worker":
-            self._blame(job, report.message)
-        if job.state is JobState.FAILED or report.blame != "worker":
-            self.lanes[job.lane or ""].drop(job)
-            self._failed(job, report)
-        elif job.leave is None:
-            self.set(job, JobState.LOADING, report.message, report.hint)
+        self._failed(job, report)
         self.changed()
 
     def _failed(self, job: Job, report: Failed) -> None:
-        """A job that holds no die failed: for good, or until the disk has room."""
-        if report.blame == "disk":
-            job.not_before = self.monotonic() + DISK_RETRY
-            self.set(job, JobState.WAITING, report.message, report.hint)
-            self.say(Kind.DISK, report.message, job, level="error", hint=report.hint)
-            return
-        self.set(job, JobState.FAILED, report.message, report.hint)
-        self.say(Kind.FAILED, report.message, job, level="error", hint=report.hint)
-        self.keeper.facts(job.spec, lambda facts: self._keep_facts(job, facts))
+        """What was asked of its worker could not be done, and the worker holds it no longer: whose fault is it?"""
+        if report.blame == "worker":
+            self._blame(job, report.message)
+            if job.state not in ENDED and job.leave is None:
+                self.set(job, JobState.LOADING if job.die else JobState.WAITING, report.message, report.hint)
+        elif report.blame == "disk":
+            self._off(job, Leave(JobState.WAITING, report.message, report.hint), Kind.DISK)
+            job.not_before = max(job.not_before, self.monotonic() + DISK_RETRY)
+        else:
+            self._off(job, Leave(JobState.FAILED, report.message, report.hint), Kind.FAILED)
+
+    def _off(self, job: Job, leave: Leave, kind: Kind) -> None:
+        """A fault ends the job, or sends it back to wait; unless the user has asked for something else meanwhile."""
+        self.say(kind, leave.why, job, level="error", hint=leave.hint)
+        if job.leave and (job.restart or job.leave.state in ENDED):
+            leave = job.leave
+        if job.lane:
+            self.lanes[job.lane].drop(job)
+        if leave.state is JobState.FAILED:
+            job.record.failed_facts = job.facts
+        self.left(job, leave)
 
     def _keep_facts(self, job: Job, facts: str) -> None:
-        job.record.failed_facts = facts
-        self.keeper.save(job)
+        """What its files look like before it is tried: a change while it is, is a reason to try again."""
+        job.facts = facts
+        if job.state is JobState.FAILED:
+            job.record.failed_facts = facts
+            self.keeper.save(job)
 
     def _blame(self, job: Job, reason: str) -> None:
         """A worker died on this job's visit; after ``CRASHES`` without a new step the job has failed."""
         job.record.crashes += 1
         if job.record.crashes >= CRASHES:
-            self.set(job, JobState.FAILED, f"{reason}, {CRASHES} times in a row without a new step",
-                      f"`rrd logs {job.id}` has its last words; `rrd restart {job.id}` tries again")
+            self._off(job, Leave(JobState.FAILED, f"{reason}, {CRASHES} times in a row without a new step",
+                                 f"`rrd logs {job.id}` has its last words; `rrd restart {job.id}` tries again"),
+                      Kind.FAILED)
 
     def crashed(self, job: Job | None, die: Die, reason: str) -> None:
         step = f" at step {job.step}" if job else ""
         self.say(Kind.WORKER_DIED, f"{reason}{step}; resuming from the newest checkpoint", job, level="error", die=die)
-        lane = self.lanes[die.spec.lane]
         if job is not None:
             self._blame(job, reason)
             if die.suspect and die.suspect != job.id:
                 self._fence(die, f"its worker died on {die.suspect} and then on {job.id}")
             die.suspect = job.id
         for each in list(die.jobs.values()):
-            if each.state is JobState.FAILED or die.fenced:
+            if die.fenced:
                 leave = each.leave or Leave(JobState.WAITING)
-                lane.drop(each)
-                if each.state is not JobState.FAILED:
-                    self.left(each, leave)
-            elif each.leave is None and each.state is not JobState.PAUSED:
+                self.lanes[die.spec.lane].drop(each)
+                self.left(each, leave)
+            elif each.leave is None:
                 self.set(each, JobState.LOADING)
         self.changed()
 
@@ -369,14 +332,37 @@ class Scheduler:
             self.set(job, JobState.RUNNING if job.resident else JobState.LOADING)
 
     def left(self, job: Job, leave: Leave) -> None:
+        """The job is off its die, or had none: now it is what ``leave`` says."""
         if job.restart is not None:
-            self._restart_now(job)
-        self.set(job, leave.state, "" if leave.state is JobState.WAITING else leave.why, leave.hint)
+            self._restart(job)
+            leave = Leave(leave.state) if leave.state is JobState.WAITING else leave
+        self.set(job, leave.state, leave.why, leave.hint)
         if leave.state in (JobState.PAUSED, JobState.CANCELLED):
             self.say(Kind.JOB_LEFT, f"{leave.why}, at step {job.step}", job)
         elif leave.state is JobState.REMOVED:
             del self.jobs[job.id]
             self.gone(job)
+        self.changed()
+
+    def _restart(self, job: Job) -> None:
+        """Begin again, as asked for."""
+        assert job.restart is not None
+        job.spec, fresh = job.restart
+        job.restart = job.offered = None
+        job.refusal, job.prepared = "", False
+        job.output = str(output_of(job.id, job.spec, self.config))
+        r = job.record
+        r.crashes, r.failed_facts = 0, ""
+        if fresh:
+            r.announced_step = r.best_step = job.step = job.saved_step = 0
+            r.announced_at, r.samples = None, None
+            job.not_before = float("inf")  # until the old checkpoints are out of the way
+            self.keeper.set_aside(job, lambda: self._may_start(job))
+        self.keeper.save(job, spec=True)
+        self.say(Kind.JOB_RESTARTED, "restarted " + ("at step 0" if fresh else "from its newest checkpoint"), job)
+
+    def _may_start(self, job: Job) -> None:
+        job.not_before = 0.0
         self.changed()
 
     # --- how it stands ---

@@ -24,7 +24,7 @@ FLOORS: dict[str, int] = {
     "notify": 2, "journal": 2, "client": 2, "page": 2, "history": 2, "figure": 2,
     # floors 3 to 6, daemon tower
     "handle": 3, "keeper": 3, "herald": 4, "die": 4, "host": 4, "lane": 4, "preparer": 4,
-    "scheduler": 5, "intake": 5,
+    "scheduler": 5, "intake": 5, "verbs": 5,
     "control": 5, "web": 5, "daemon": 5, "cli": 6, "__main__": 6,
     # worker tower
     "ops": 2, "models": 3, "optim": 3, "lora": 3, "train": 4, "worker": 5,

@@ -13,8 +13,9 @@ import os
 import selectors
 import signal
 import socket
+import time
 from collections import defaultdict, deque
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,12 +59,17 @@ from rrd.roster import Job
 from rrd.scheduler import Scheduler
 from rrd.spool import JobFile, Rejection, Scan
 from rrd.states import JobState
+from rrd.verbs import Verbs
 
 # --- a clock ----------------------------------------------------------------------------------------------------------
 
 
+REAL_SECONDS = 20.0
+"""So long a story may take to be told: they take well under one."""
+
+
 class Deadlock(Exception):
-    """Everybody waits and nothing will ever happen."""
+    """Everybody waits and nothing will ever happen; or somebody runs in a circle."""
 
 
 class _Selector(selectors.DefaultSelector):
@@ -71,9 +77,13 @@ class _Selector(selectors.DefaultSelector):
 
     now = 1000.0
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._until = time.monotonic() + REAL_SECONDS
+
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         ready = super().select(0)
-        if not ready and timeout is None:
+        if (not ready and timeout is None) or time.monotonic() > self._until:
             raise Deadlock
         if not ready and timeout and timeout > 0:
             self.now += timeout
@@ -91,17 +101,16 @@ class Loop(asyncio.SelectorEventLoop):
         return self.clock.now
 
 
-def play(story: Awaitable[None]) -> None:
+def play(story: Coroutine[Any, Any, None]) -> None:
     """Run ``story`` to its end, in no time."""
     loop = Loop()
     try:
         loop.run_until_complete(story)
-    finally:
-        tasks = asyncio.all_tasks(loop)
-        for task in tasks:
-            task.cancel()
-        if tasks:
+        if tasks := asyncio.all_tasks(loop):
+            for task in tasks:
+                task.cancel()
             loop.run_until_complete(asyncio.wait(tasks))
+    finally:
         loop.close()
 
 
@@ -460,7 +469,7 @@ class World:
             self.config, keeper=self.keeper, nursery=self.workers, journal=self.journal,  # type: ignore[arg-type]
             meters=Meters(), live=self.lines.append, monotonic=loop.time, wall=lambda: 1.7e9 + loop.time())
         self.scheduler.preparer.monotonic = loop.time
-        self.intake = Intake(self.scheduler)
+        self.intake, self.verbs = Intake(self.scheduler), Verbs(self.scheduler)
         self.intake.restore({k: r.model_copy() for k, r in self.keeper.records.items()}, dict(self.keeper.specs))
         self._wake = asyncio.Event()
         self.scheduler.changed = self._wake.set
@@ -474,7 +483,7 @@ class World:
 
     async def _advance(self) -> None:
         """As the daemon does."""
-        while True:
+        while not any(lane.stopping for lane in self.scheduler.lanes.values()):
             self._wake.clear()
             self.scheduler.advance()
             at = self.scheduler.wake_at()
@@ -502,18 +511,18 @@ class World:
         self.boot()
 
     async def _end(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        with contextlib.suppress(Exception):
-            await self.scheduler.preparer.stop()
-        errors = [e for e in await asyncio.gather(*self._tasks, return_exceptions=True)
-                  if isinstance(e, Exception)]
-        self._tasks = []
         for worker in self.workers.alive():
             worker.end(0)
-        await asyncio.sleep(0)
-        for e in errors:
-            raise e
+        for lane in self.scheduler.lanes.values():
+            lane.stopping = True
+        for task in self._tasks:
+            task.cancel()
+        await self.scheduler.preparer.stop()
+        ends = await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks = []
+        for e in ends:
+            if isinstance(e, Exception):
+                raise e
 
     # --- the user ---
 
@@ -559,6 +568,7 @@ class World:
                 if task.done():
                     task.result()
             await asyncio.sleep(0.02)
+        assert not self.touches, self.touches
 
     async def until_state(self, name: str, *states: str, seconds: float = 600.0) -> None:
         await self.until(lambda: self.state(name) in states, seconds)

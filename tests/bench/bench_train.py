@@ -55,8 +55,8 @@ def main() -> None:
     args = _arguments()
     settle(args.threads)
     ratios: dict[bool, list[float]] = {False: [], True: []}
-    print(f"torch {torch.__version__}, {args.threads} thread(s); GEMM rate "
-          + ", ".join(f"{d} {gemm_rate(getattr(torch, d)):.0f}" for d in ("float32", "bfloat16")) + " GFLOP/s")
+    rates = [f"{d} {gemm_rate(getattr(torch, d), args.clock):.0f}" for d in ("float32", "bfloat16")]
+    print(f"torch {torch.__version__}, {args.threads} thread(s); GEMM rate {', '.join(rates)} GFLOP/s")
     for figure in figures(args):
         with tempfile.TemporaryDirectory() as where:
             make_model(figure, where)
@@ -106,10 +106,10 @@ def figures(args: argparse.Namespace) -> list[Figure]:
             or (f.model, f.dtype, f.masked) == ("12m", "float32", 0.0)]
 
 
-def gemm_rate(dtype: torch.dtype, n: int = 1024) -> float:
+def gemm_rate(dtype: torch.dtype, clock: str, n: int = 1024) -> float:
     """GFLOP/s of a product of square matrices, the best of forty."""
     a, b = torch.randn(n, n).to(dtype), torch.randn(n, n).to(dtype)
-    return 2 * n**3 / min(seconds(lambda: torch.mm(a, b)) for _ in range(40)) / 1e9
+    return 2 * n**3 / min(seconds(lambda: torch.mm(a, b), CLOCKS[clock]) for _ in range(40)) / 1e9
 
 
 def settle(threads: int) -> None:
@@ -118,10 +118,13 @@ def settle(threads: int) -> None:
     torch.set_flush_denormal(True)
 
 
-def seconds(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+
+
+def seconds(call: Callable[[], object], now: Callable[[], float]) -> float:
+    start = now()
     call()
-    return time.perf_counter() - start
+    return now() - start
 
 
 def make_model(figure: Figure, where: str) -> None:
@@ -204,7 +207,7 @@ def serve() -> None:
     """The child's side of ``Side``."""
     order = json.loads(sys.stdin.readline())
     settle(order["threads"])
-    now = time.process_time if order["clock"] == "cpu" else time.perf_counter
+    now = CLOCKS[order["clock"]]
     out, sys.stdout = sys.stdout, sys.stderr
     figure = Figure(*order["figure"])
     if order["who"] == "rrd":
@@ -265,13 +268,13 @@ def compare(args: argparse.Namespace, where: str, figure: Figure) -> float:
             times[i].append(side.steps(steps))
     for side in sides:
         side.close()
-    return report(figure, times)
+    return report(figure, times, args.clock)
 
 
-def report(figure: Figure, times: list[list[float]]) -> float:
+def report(figure: Figure, times: list[list[float]], clock: str) -> float:
     work = flops_per_token(figure) * figure.seq
     line = f"{figure.model:>5} seq {figure.seq} {figure.dtype:8} {figure.method} masked {figure.masked:.1f}:"
-    rate = gemm_rate(getattr(torch, figure.dtype))
+    rate = gemm_rate(getattr(torch, figure.dtype), clock)
     for who, side in zip(("rrd", "peer"), times, strict=True):
         if side:
             t = statistics.median(side)

@@ -11,6 +11,7 @@ import socket
 import socketserver
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
@@ -166,8 +167,14 @@ def known_host(header: str) -> bool:
     try:
         ipaddress.ip_address(name)
     except ValueError:
-        return "." not in name.rstrip(".") or name in (socket.gethostname().lower(), socket.getfqdn().lower())
+        return "." not in name.rstrip(".") or name in _own_names()
     return True
+
+
+@cache
+def _own_names() -> frozenset[str]:
+    """Asked once: a name server may take its time."""
+    return frozenset({socket.gethostname().lower(), socket.getfqdn().lower()})
 
 
 class _Closing:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import socket
+import threading
 import time
 import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +18,7 @@ import pytest
 from chromium import Browser, browser, needs_chromium
 from stage import HOSTILE, Stage, a_busy_box, job, snapshot, stage
 
+from rrd import web
 from rrd.page import Board, bars, curve, faults, finish, hue, window
 from rrd.snapshot import DieView, JobView, LaneView, RejectedView, Snapshot, VisitView
 from rrd.states import JobState
@@ -356,3 +361,63 @@ def test_it_can_be_read_without_scripts() -> None:
     with stage(a_busy_box()) as s:
         page = s.get()
         assert "code-a" in page and "http-equiv" in page and ' style="' not in page and " onclick" not in page
+
+
+def test_so_many_streams_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(web, "STREAMS", 2)
+    with stage(snapshot(job("a"))) as s:
+        first = urllib.request.urlopen(s.url + "events", timeout=10)
+        with urllib.request.urlopen(s.url + "events", timeout=10):
+            assert refusal(s, "events") == 503 and refusal(s, "metrics") == 200 == refusal(s, "")
+            first.close()
+            end = time.monotonic() + 30  # the server notices when it next writes
+            while refusal_of_stream(s) == 503:
+                s.snapshot = snapshot(job("a", step=int(time.monotonic() * 1000)))
+                assert time.monotonic() < end
+
+
+def refusal_of_stream(s: Stage) -> int:
+    try:
+        with urllib.request.urlopen(s.url + "events", timeout=10):
+            return 200
+    except urllib.error.HTTPError as e:
+        time.sleep(0.2)
+        return e.code
+
+
+def test_who_says_nothing_keeps_nobody_else_waiting() -> None:
+    with stage(snapshot(job("a"))) as s, contextlib.ExitStack() as idle:
+        for _ in range(20):
+            idle.enter_context(socket.create_connection(("127.0.0.1", s.web.port)))
+        begin = time.monotonic()
+        assert "rrd_job_step" in s.get("metrics") and time.monotonic() - begin < 5
+
+
+def test_a_loop_that_is_stuck_is_said_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(web, "SNAPSHOT_SECONDS", 0.2)
+    with stage(snapshot(job("a"))) as s:
+        free = threading.Event()
+        s.loop.call_soon_threadsafe(free.wait)
+        try:
+            for path in ("", "metrics"):
+                with pytest.raises(urllib.error.HTTPError) as caught:
+                    s.get(path)
+                assert caught.value.code == 503 and b"TimeoutError" in caught.value.read()
+        finally:
+            free.set()
+        assert "rrd_job_step" in s.get("metrics")
+
+
+def test_every_answer_says_what_a_browser_may_do() -> None:
+    with stage(snapshot(job("a"))) as s:
+        for path in ("", "page.css", "page.js", "icon.svg", "metrics", "events"):
+            with urllib.request.urlopen(s.url + path, timeout=10) as answer:
+                policy = answer.headers["Content-Security-Policy"]
+                assert policy.startswith("default-src 'none'") and "unsafe" not in policy
+                assert answer.headers["X-Content-Type-Options"] == "nosniff"
+        request = urllib.request.Request(s.url, method="POST", data=b"x")
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            urllib.request.urlopen(request, timeout=10)
+        assert caught.value.code == 405
+        with urllib.request.urlopen(urllib.request.Request(s.url + "metrics", method="HEAD"), timeout=10) as answer:
+            assert answer.read() == b""

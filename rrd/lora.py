@@ -58,7 +58,7 @@ def _leaf(name: str) -> str:
 
 
 def _new(module: Linear, name: str, rank: int, *, scale: float, dropout: float, seed: int) -> Lora:
-    n_out, n_in = module.weight.shape
+    n_out, n_in = reversed(module.weight.shape) if module.transposed else module.weight.shape
     bound = 1.0 / math.sqrt(n_in)  # kaiming_uniform_(a=sqrt 5)
     a = torch.empty(rank, n_in).uniform_(-bound, bound, generator=_generator(seed, name))
     device = module.weight.device

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rrd.errors import BadJob
 from rrd.models import store
 from rrd.models.dtypes import choose
 from rrd.models.files import Progress, inspect
@@ -71,6 +72,9 @@ def load_base(
     compute = choose(str(dtype).removeprefix("torch."), device)[1] if compute is None else compute
     stored = compute if trainable else dtype
     files = inspect(Path(model_dir))
+    if trainable and not getattr(files.config, "trains_whole", True):
+        raise BadJob("this model's tensors are not stored as transformers uses them: it is not trained as a whole",
+                     key="method", hint='use method = "lora"')
     layout = Layout(files, stored, int8=bool(quantize))
     if store_dir is not None and device.type == "cpu" and not trainable:
         tensors, digest = store.shared(layout, Path(store_dir), progress)

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -40,7 +41,17 @@ class ModelFiles:
     @property
     def nbytes(self) -> int:
         """Bytes to be read."""
-        return sum(self.located[name].info.nbytes for name in self.wanted)
+        return sum(at.info.nbytes for name in self.wanted for at in self.parts(name))
+
+    def parts(self, name: str) -> list[Located]:
+        """Where ``name`` stands: one place, or several to be put one behind the other."""
+        return [self.located[n] for n in names_in_files(self.config, name)]
+
+
+def names_in_files(config: Any, name: str) -> tuple[str, ...]:
+    """What the files call the model's tensor ``name``: itself, unless the family's config has ``parts``."""
+    parts: Mapping[str, tuple[str, ...]] = getattr(config, "parts", {})
+    return parts.get(name, (name,))
 
 
 def inspect(model_dir: Path) -> ModelFiles:
@@ -56,14 +67,16 @@ def inspect(model_dir: Path) -> ModelFiles:
         raise BadJob(e.message, hint=e.hint, file=str(model_dir)) from None
     wanted = dict(family.tensors(config))
     ignored = {n for n in shapes if family.ignores(n, config)}
-    _compare(model_dir, wanted, located, ignored, source="its config.json" if raw else f"the layout of {family.name}")
-    return ModelFiles(model_dir, raw, family, config, wanted, located)
+    files = ModelFiles(model_dir, raw, family, config, wanted, located)
+    _compare(files, ignored, source="its config.json" if raw else f"the layout of {family.name}")
+    return files
 
 
-def _compare(model_dir: Path, wanted: Mapping[str, Shape], located: Mapping[str, Located], ignored: set[str],
-             source: str) -> None:
-    missing = [n for n in wanted if n not in located]
-    extra = [n for n in located if n not in wanted and n not in ignored]
+def _compare(files: ModelFiles, ignored: set[str], source: str) -> None:
+    model_dir, located = files.path, files.located
+    named = {n for name in files.wanted for n in names_in_files(files.config, name)}
+    missing = [name for name in files.wanted if not located.keys() >= set(names_in_files(files.config, name))]
+    extra = [n for n in located if n not in named and n not in ignored]
     if missing and extra:
         _refuse(model_dir, f"lacks {_named(missing)}, and holds what {source} does not explain: {_named(extra)}",
                 "is it a model of another kind?")
@@ -71,11 +84,12 @@ def _compare(model_dir: Path, wanted: Mapping[str, Shape], located: Mapping[str,
         _refuse(model_dir, f"lacks {_named(missing)}", "fetch the model again, all of its files")
     if extra:
         _refuse(model_dir, f"holds tensors that {source} does not explain: {_named(extra)}", "")
-    for name, shape in wanted.items():
-        info = located[name].info
-        if info.shape != shape:
+    for name, shape in files.wanted.items():
+        parts = files.parts(name)
+        info = parts[0].info
+        if info.shape != shape and (len(parts) == 1 or sum(prod(p.info.shape) for p in parts) != prod(shape)):
             _refuse(model_dir, f"has {name} in shape {list(info.shape)}, and {source} says {list(shape)}", "")
-        if info.dtype not in OF_FILE:
+        if any(p.info.dtype not in OF_FILE or p.info.dtype != info.dtype for p in parts):
             _refuse(model_dir, f"has {name} in dtype {info.dtype}, which is no float we can read",
                     "use the model's float weights (bfloat16, float16 or float32)")
 
@@ -108,13 +122,16 @@ class Stream:
         open_files: dict[Path, BinaryIO] = {}
         try:
             for name, shape in self.files.wanted.items():
-                at = self.files.located[name]
-                if at.path not in open_files:
-                    open_files[at.path] = open_file(at.path)
-                sha = hashlib.sha256(repr((at.info.dtype, shape)).encode())
-                for first, raw in self._pieces(open_files[at.path], at):
-                    sha.update(raw)
-                    yield name, first, torch.frombuffer(raw, dtype=OF_FILE[at.info.dtype]).to(self.dtype)
+                parts = self.files.parts(name)
+                sha, before = hashlib.sha256(repr((parts[0].info.dtype, shape)).encode()), 0
+                for at in parts:
+                    if at.path not in open_files:
+                        open_files[at.path] = open_file(at.path)
+                    for first, raw in self._pieces(open_files[at.path], at):
+                        sha.update(raw)
+                        piece = torch.frombuffer(raw, dtype=OF_FILE[at.info.dtype])
+                        yield name, before + first, piece.to(self.dtype)
+                    before += prod(at.info.shape)
                 self._sums[name] = sha.hexdigest()
         finally:
             for file in open_files.values():

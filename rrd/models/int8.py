@@ -1,7 +1,7 @@
 """INT8 bases: W = diag(s) q with int8 q [out, in] and one fp32 scale a row, s = max |row| / 127.
 
 Weights are quantized as they stream from their files, row by row, so the float model is never in memory. Every linear's
-weight is, except the head's; norms, mixes and embeddings stay as they are.
+weight is, except the head's and those stored [in, out]; norms, mixes and embeddings stay as they are.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def quantized_names(family: Family, config: Any) -> frozenset[str]:
     with torch.device("meta"):
         model = family.skeleton(config, compute=torch.float32)
     head = model.head_weight
-    linears = [(n, m) for n, m in model.named_modules() if isinstance(m, Linear)]
+    linears = [(n, m) for n, m in model.named_modules() if isinstance(m, Linear) and not m.transposed]
     return frozenset(f"{n}.weight" for n, m in linears if m.weight is not head)
 
 

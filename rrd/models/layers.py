@@ -30,6 +30,8 @@ class Linear(nn.Module):
     weight: nn.Parameter
     bias: nn.Parameter | None
     scale: nn.Parameter | None
+    transposed = False
+    """Whether ``weight`` is stored [in, out]; only some models of ``rrd.models.bridge`` do."""
 
     def __init__(self, n_in: int, n_out: int, *, bias: bool = False) -> None:
         super().__init__()

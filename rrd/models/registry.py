@@ -47,6 +47,11 @@ class CausalLM(nn.Module):
     def head_weight(self) -> Tensor:
         """[V, C]; the same tensor as the embedding's where they are tied."""
 
+    @property
+    def head_bias(self) -> Tensor | None:
+        """[V], added to the head's product; None for nearly all models."""
+        return None
+
     @abstractmethod
     def hidden(
         self,
@@ -62,6 +67,9 @@ class CausalLM(nn.Module):
         computed to the end, and the result is [len(rows), C]. ``checkpointing``: keep only each block's input, and
         compute the block again in the backward pass.
         """
+
+    def settle(self) -> None:
+        """Called once all weights are in place."""
 
     def forward(self, idx: Tensor) -> Tensor:
         """Logits [B, T, V], whole: for tests and for a look at a model, never for training."""
@@ -110,11 +118,23 @@ def recipe_of(family: Family) -> Recipe:
     return getattr(family, "recipe", Recipe())
 
 
+def facts_of(family: Family) -> dict[str, Any]:
+    """What else can change the family's bits, for a checkpoint's identity."""
+    facts: dict[str, Any] = getattr(family, "facts", dict)()
+    return facts
+
+
+def lora_targets_of(family: Family, config: Any) -> tuple[str, ...]:
+    """The linears that get an adapter by default: the family's, or, where it leaves that open, the model's own."""
+    return family.lora_targets or tuple(config.lora_targets)
+
+
 def families() -> tuple[Family, ...]:
+    from rrd.models.bridge import Bridge
     from rrd.models.llama import Llama
     from rrd.models.rwkv7 import Rwkv7
 
-    return (Llama(), Rwkv7())
+    return (Llama(), Rwkv7(), Bridge())
 
 
 def family_of(config: Mapping[str, Any], keys: Collection[str], *, where: str = "") -> Family:
@@ -138,6 +158,7 @@ def build(base: Base) -> CausalLM:
         model = base.family.skeleton(base.config, compute=base.compute)
     for name, tensor in base.tensors.items():
         _place(model, name, nn.Parameter(tensor, requires_grad=base.trainable))
+    model.settle()
     left = [n for n, p in model.named_parameters() if p.is_meta]
     assert not left, f"tensors without a value: {left}"
     if base.trainable:

@@ -11,10 +11,8 @@ import hashlib
 import json
 import mmap
 import os
-import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,6 @@ import torch
 from torch import Tensor
 
 from rrd import durable
-from rrd.errors import TryLater
 from rrd.models.files import Progress, Stream
 from rrd.models.int8 import Int8Stream
 from rrd.models.layout import Layout
@@ -37,11 +34,15 @@ def shared(layout: Layout, store_dir: Path, progress: Progress | None) -> tuple[
     Raises:
         BadJob: the model's files are damaged. DiskTrouble: the store cannot be written.
     """
-    durable.make_dir(store_dir)
+    try:
+        durable.make_dir(store_dir)
+    except OSError as e:
+        raise durable.trouble(e, store_dir) from e
+    alive = (lambda: progress(0, 1)) if progress else (lambda: None)  # waiting for who writes it now is no hang
     place = store_dir / _stamp(layout)
     digest = _digest(place, layout.size)
     if digest is None:
-        with _turn(store_dir / f"{place.name}.lock", progress):
+        with durable.lock_when_free(store_dir / f"{place.name}.lock", what="the store's entry", alive=alive):
             digest = _digest(place, layout.size) or _write(place, layout, progress)
     return dict(layout.views(_map(place / _WEIGHTS, layout.size))), digest
 
@@ -49,7 +50,7 @@ def shared(layout: Layout, store_dir: Path, progress: Progress | None) -> tuple[
 def _stamp(layout: Layout) -> str:
     """A name for these files as they are now: it changes whenever one of them is written."""
     files = layout.files
-    paths = sorted({files.located[n].path for n in files.wanted})
+    paths = sorted({at.path for n in files.wanted for at in files.parts(n)})
     stats = [(str(p.resolve()), s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino) for p in paths for s in [p.stat()]]
     facts = [FORMAT, str(layout.dtype), files.raw_config, stats, list(files.wanted.items()), sorted(layout.int8)]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:40]
@@ -64,21 +65,6 @@ def _digest(place: Path, nbytes: int) -> str | None:
         return str(meta["digest"])
     except (OSError, ValueError, KeyError):
         return None
-
-
-@contextmanager
-def _turn(path: Path, progress: Progress | None) -> Iterator[None]:
-    """Hold the lock ``path``, after waiting for whoever writes the same model just now."""
-    while True:
-        try:
-            lock = durable.lock(path, what="the store's entry")
-            break
-        except TryLater:
-            if progress is not None:
-                progress(0, 1)  # waiting is no hang
-            time.sleep(0.05)
-    with lock:
-        yield
 
 
 def _write(place: Path, layout: Layout, progress: Progress | None) -> str:

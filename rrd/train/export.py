@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rrd.errors import Damaged, RrdError
+from rrd.errors import BadJob, Damaged, RrdError
 from rrd.job import JobSpec
 from rrd.models import build
+from rrd.models.files import inspect
 from rrd.safetensors_header import Located, read_header
 from rrd.train import whole
 from rrd.train.publish import Publication
@@ -45,10 +46,13 @@ class AdapterSpec:
     alpha: float
     rs: bool = False
     dropout: float = 0.0
+    fan_in_fan_out: bool = False
+    """Whether the base stores its linears [in, out], as GPT-2 does."""
 
     @staticmethod
     def of(spec: JobSpec) -> AdapterSpec:
-        return AdapterSpec(spec.model, spec.lora_rank, spec.alpha, spec.lora_rs, spec.lora_dropout)
+        return AdapterSpec(spec.model, spec.lora_rank, spec.alpha, spec.lora_rs, spec.lora_dropout,
+                           _fan_in_fan_out(Path(spec.model)))
 
     def scale(self, rank: int) -> float:
         return self.alpha / (rank**0.5 if self.rs else rank)
@@ -74,6 +78,13 @@ def export(trainer: Trainer, output: str | Path, *, alive: Alive = lambda *_: No
             whole.add_merged(new, Path(spec.base), updates(tensors, spec), inside=MERGED,
                              alive=lambda share: alive("merging", share))
         return notes + new.publish({"base": spec.base, "method": "lora", "step": trainer.step})
+
+
+def _fan_in_fan_out(model: Path) -> bool:
+    try:
+        return bool(getattr(inspect(model).config, "fan_in_fan_out", False))
+    except BadJob:  # the adapter stands for itself, even where its base is gone
+        return False
 
 
 def masters(trainer: Trainer) -> dict[str, Tensor]:
@@ -126,7 +137,7 @@ def peft_config(tensors: Mapping[str, Tensor], spec: AdapterSpec) -> dict[str, A
     return {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": spec.base, "inference_mode": True,
         "r": spec.rank, "lora_alpha": int(spec.alpha) if spec.alpha == int(spec.alpha) else spec.alpha,
-        "lora_dropout": spec.dropout, "use_rslora": spec.rs, "bias": "none", "fan_in_fan_out": False,
+        "lora_dropout": spec.dropout, "use_rslora": spec.rs, "bias": "none", "fan_in_fan_out": spec.fan_in_fan_out,
         "init_lora_weights": True, "modules_to_save": None, "target_modules": sorted({_leaf(p) for p in found}),
         "rank_pattern": _rank_pattern(found, spec.rank), "alpha_pattern": {},
     }

@@ -12,22 +12,23 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from rrd.ops.grad import add_product
+from rrd.ops.grad import add_product, opened
 from rrd.ops.stored import blocks
 
 SLICE = 1 << 23
 """Logits that may exist at once: 32 MB of fp32. Slices of fewer rows would multiply more slowly."""
 
 
-def loss_and_grad(hidden: Tensor, head: Tensor, targets: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
+def loss_and_grad(hidden: Tensor, head: Tensor, targets: Tensor, *, scale: float, bias: Tensor | None = None
+                  ) -> tuple[Tensor, Tensor]:
     """The summed cross-entropy, a scalar in fp32, and ``scale`` times its gradient in ``hidden``.
 
-    hidden [n, C]: activations after the final norm; head [V, C]; targets [n] int64. Where ``head`` is trained,
-    ``scale`` times its gradient is added to it.
+    hidden [n, C]: activations after the final norm; head [V, C]; targets [n] int64; bias [V], of few heads. Where
+    ``head`` and ``bias`` are trained, ``scale`` times their gradient is added to it.
     """
     total = torch.zeros((), dtype=torch.float32, device=hidden.device)
     grad = torch.zeros_like(hidden)
-    for rows, logits in _slices(hidden, head):
+    for rows, logits in _slices(hidden, head, bias):
         losses, p = _losses(logits, targets[rows])
         total += losses.sum()
         p[torch.arange(len(p), device=p.device), targets[rows]] -= 1.0
@@ -36,18 +37,20 @@ def loss_and_grad(hidden: Tensor, head: Tensor, targets: Tensor, *, scale: float
             grad[rows].addmm_(d_logits[:, first : first + len(w)], w, alpha=scale)
         if head.requires_grad:
             add_product([head], d_logits, hidden[rows], scale=scale)
+        if bias is not None and bias.requires_grad:
+            opened(bias).add_(d_logits.sum(0, dtype=torch.float32), alpha=scale)
     return total, grad
 
 
-def loss_sum(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
+def loss_sum(hidden: Tensor, head: Tensor, targets: Tensor, *, bias: Tensor | None = None) -> Tensor:
     """The summed cross-entropy alone, for evaluation. Shapes as above."""
     total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-    for rows, logits in _slices(hidden, head):
+    for rows, logits in _slices(hidden, head, bias):
         total += _losses(logits, targets[rows])[0].sum()
     return total
 
 
-def _slices(hidden: Tensor, head: Tensor) -> Iterator[tuple[slice, Tensor]]:
+def _slices(hidden: Tensor, head: Tensor, bias: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
     """Slices of rows, about equal, and their logits, which last until the next slice."""
     rows, words = len(hidden), len(head)
     count = -(-rows // max(1, SLICE // words))
@@ -58,6 +61,8 @@ def _slices(hidden: Tensor, head: Tensor) -> Iterator[tuple[slice, Tensor]]:
         logits = buffer[: len(x) * words].view(len(x), words)
         for first, w in blocks(head.detach(), hidden.dtype):
             torch.mm(x, w.t(), out=logits[:, first : first + len(w)])
+        if bias is not None:
+            logits.add_(bias.detach())
         yield slice(start, start + len(x)), logits
 
 

@@ -17,6 +17,7 @@ from rrd.job import JobSpec
 from rrd.models.dtypes import itemsize
 from rrd.models.files import ModelFiles
 from rrd.models.layout import Layout
+from rrd.models.registry import lora_targets_of
 from rrd.train.loss import SLICE
 
 TRAINED_BYTES = 16
@@ -45,7 +46,7 @@ def estimate(spec: JobSpec, files: ModelFiles, stored: torch.dtype, *, cuda: boo
 
 def _adapter(spec: JobSpec, files: ModelFiles) -> int:
     """Parameters of the adapter: r (in + out) for every linear it is on."""
-    targets = spec.lora_targets or files.family.lora_targets
+    targets = spec.lora_targets or lora_targets_of(files.family, files.config)
     total = 0
     for name, shape in files.wanted.items():
         leaf = name.removesuffix(".weight").rpartition(".")[2]

@@ -98,7 +98,7 @@ def _micro_step(model: CausalLM, batch: Batch, *, scale: float, checkpointing: b
     if len(targets) == 0:
         return 0.0
     hidden = model.hidden(idx, rows=rows, checkpointing=checkpointing).reshape(len(targets), -1)
-    loss, grad = loss_and_grad(hidden.detach(), model.head_weight, targets, scale=scale)
+    loss, grad = loss_and_grad(hidden.detach(), model.head_weight, targets, scale=scale, bias=model.head_bias)
     if hidden.requires_grad:
         backward(hidden, grad)
     return float(loss)
@@ -128,6 +128,6 @@ def eval_loss(model: CausalLM, batches: Sequence[Batch]) -> tuple[float, int]:
         idx, rows, targets = _labelled(batch)
         if len(targets):
             hidden = model.hidden(idx, rows=rows).reshape(len(targets), -1)
-            total += float(loss_sum(hidden, model.head_weight, targets))
+            total += float(loss_sum(hidden, model.head_weight, targets, bias=model.head_bias))
             labels += len(targets)
     return total, labels

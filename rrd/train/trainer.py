@@ -18,7 +18,7 @@ from rrd.errors import Damaged
 from rrd.job import JobSpec, identity_keys
 from rrd.lora import attach
 from rrd.models import Base, build
-from rrd.models.registry import Recipe, recipe_of
+from rrd.models.registry import Recipe, facts_of, lora_targets_of, recipe_of
 from rrd.optim.adamw import AdamW, matrices_decay
 from rrd.train.data import Dataset
 from rrd.train.schedule import lr_at
@@ -44,9 +44,9 @@ class Trainer:
         spec = self.spec
         if spec.method == "full":
             return list(self.model.named_parameters())
-        return attach(self.model, targets=spec.lora_targets or self.base.family.lora_targets, rank=spec.lora_rank,
-                      alpha=spec.alpha, dropout=spec.lora_dropout, rs=spec.lora_rs, ranks=spec.lora_ranks,
-                      seed=spec.seed)
+        targets = spec.lora_targets or lora_targets_of(self.base.family, self.base.config)
+        return attach(self.model, targets=targets, rank=spec.lora_rank, alpha=spec.alpha,
+                      dropout=spec.lora_dropout, rs=spec.lora_rs, ranks=spec.lora_ranks, seed=spec.seed)
 
     @property
     def device(self) -> torch.device:
@@ -96,7 +96,7 @@ class Trainer:
         """What must be the same for a resumed run to give the same bits."""
         kernels = {"kernels": self.model.kernels} if self.model.kernels else {}
         return {"job": identity_keys(self.spec), "base": self.base.digest, "data": self.data.digest,
-                "dtype": _name(self.base.dtype), "compute": _name(self.base.compute),
+                "dtype": _name(self.base.dtype), "compute": _name(self.base.compute), **facts_of(self.base.family),
                 **machine_facts(self.device, self.threads), **kernels}
 
     def state(self, total: int, history_bytes: int) -> dict[str, Any]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from rrd.errors import BadJob
+from rrd.models.files import inspect, names_in_files
 from rrd.safetensors_header import Located, home_of, model_tensors, read_json
 from rrd.train.read import open_regular
 from rrd.train.sealed import Sealing
@@ -32,6 +33,8 @@ class Update(NamedTuple):
     a: Tensor  # [r, in]
     b: Tensor  # [out, r]
     scale: float
+    turned: bool = False
+    """Whether the weight is stored [in, out]."""
 
 
 def add_merged(new: Sealing, model_dir: Path, updates: Mapping[str, Update], *, inside: str = "",
@@ -42,6 +45,7 @@ def add_merged(new: Sealing, model_dir: Path, updates: Mapping[str, Update], *, 
         BadJob: the model lacks a weight that the adapter changes, or holds it as something else than plain floats.
     """
     found = model_tensors(model_dir)
+    updates = _as_stored(updates, inspect(model_dir).config)
     for name in updates:
         if name not in found or not DTYPES.get(found[name].info.dtype, torch.int8).is_floating_point:
             raise BadJob(f"the model has no tensor {name} in floats, which the adapter changes", file=str(model_dir),
@@ -49,10 +53,15 @@ def add_merged(new: Sealing, model_dir: Path, updates: Mapping[str, Update], *, 
     _add(new, model_dir, inside, found, lambda name, t: _merge(t, updates[name]) if name in updates else t, alive)
 
 
+def _as_stored(updates: Mapping[str, Update], config: Any) -> dict[str, Update]:
+    """``updates`` by the names in the files, and turned where weights are stored [in, out]."""
+    turned = getattr(config, "fan_in_fan_out", False)
+    return {names_in_files(config, n)[0]: u._replace(turned=turned) for n, u in updates.items()}
+
+
 def _merge(w: Tensor, update: Update) -> Tensor:
-    a, b, scale = update
-    delta = b.detach().cpu().float() @ a.detach().cpu().float()
-    return w.float().add_(delta, alpha=scale).to(w.dtype)
+    delta = update.b.detach().cpu().float() @ update.a.detach().cpu().float()
+    return w.float().add_(delta.t() if update.turned else delta, alpha=update.scale).to(w.dtype)
 
 
 def add_trained(new: Sealing, model_dir: Path, trained: Mapping[str, Tensor], *,

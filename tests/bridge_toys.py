@@ -1,0 +1,41 @@
+"""Tiny models of transformers' other families, random in every weight, as directories."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import torch
+import transformers
+from toys import make_tokenizer
+
+V = 320
+_SIZES = {"vocab_size": V, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "bos_token_id": 0,
+          "eos_token_id": 0}
+_GROUPED = {**_SIZES, "intermediate_size": 64, "num_key_value_heads": 2}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("GPT2", {"vocab_size": V, "n_positions": 256, "n_embd": 32, "n_layer": 2, "n_head": 4, "bos_token_id": 0,
+                      "eos_token_id": 0}),
+    "gemma": ("Gemma", {**_GROUPED, "head_dim": 8}),
+    "phi": ("Phi", {**_SIZES, "intermediate_size": 64}),
+    "mixtral": ("Mixtral", {**_GROUPED, "num_local_experts": 4}),
+    "qwen2_moe": ("Qwen2Moe", {**_GROUPED, "num_experts": 4, "moe_intermediate_size": 16,
+                               "shared_expert_intermediate_size": 16}),
+    "granitemoe": ("GraniteMoe", {**_GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2, "logits_scaling": 2.0}),
+}
+
+
+def make_bridged(path: Path, kind: str, **more: Any) -> Path:
+    """A model directory with a tokenizer; biases and norms are random too, so that none of them can be missed."""
+    name, sizes = KINDS[kind]
+    config = getattr(transformers, f"{name}Config")(**{**sizes, **more})
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    g = torch.Generator().manual_seed(7)
+    for p in model.parameters():
+        p.data.add_(torch.randn(p.shape, generator=g), alpha=0.05)
+    model.save_pretrained(path)
+    make_tokenizer(path, V)
+    return path

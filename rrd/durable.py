@@ -15,7 +15,8 @@ import hashlib
 import os
 import secrets
 import threading
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO
 
@@ -364,3 +365,22 @@ def lock(path: Path, *, what: str) -> IO[bytes]:
         raise TryLater(f"{what} is in use by another process", hint="stop the other one, or give this one a directory "
                        "of its own") from e
     return file
+
+
+def lock_when_free(path: Path, *, what: str, alive: Callable[[], None], seconds: float = float("inf")) -> IO[bytes]:
+    """``lock``, after waiting for whoever holds it; ``alive`` is called while waiting.
+
+    Raises:
+        TryLater: it was not free within ``seconds``. DiskTrouble: the lock file cannot be made; no wait helps.
+    """
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            return lock(path, what=what)
+        except DiskTrouble:
+            raise
+        except TryLater:
+            if time.monotonic() >= end:
+                raise
+        alive()
+        time.sleep(0.05)

@@ -121,7 +121,8 @@ class Job:
     @property
     def base_key(self) -> str:
         """The same for jobs that share a frozen base on one die; empty for one that trains all weights."""
-        return self.spec.model if self.spec.method == "lora" else ""
+        s = self.spec
+        return f"{s.model} {s.dtype} {s.quantize}" if s.method == "lora" else ""
 
     @property
     def trained(self) -> bool:

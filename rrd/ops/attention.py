@@ -36,8 +36,8 @@ def attention(qkv: Tensor, at: Angles, *, n_head: int, window: int | None = None
         at = Angles(at.cos.float(), at.sin.float())
         y: Tensor = _Attention.apply(qkv.float(), at, n_head, window)  # type: ignore[no-untyped-call]
         return y.to(qkv.dtype)
-    y = _WithKernel.apply(qkv, at, n_head, window)  # type: ignore[no-untyped-call]
-    return y
+    heads: Tensor = _WithKernel.apply(qkv, at, n_head, window)  # type: ignore[no-untyped-call]
+    return heads
 
 
 class _Block(NamedTuple):

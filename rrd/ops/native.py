@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from rrd import durable
-from rrd.errors import RrdError, TryLater
+from rrd.errors import RrdError
 from rrd.text import one_line
 
 SOURCE = Path(__file__).parent.parent / "kernels" / "rwkv7_cpu.cpp"
@@ -167,7 +167,7 @@ def build(cache_dir: Path, alive: Alive = lambda: None) -> Path:
     final = place / f"{source}-{_compiler_key(compiler)}"
     if not (final / LIBRARY).is_file():
         durable.make_dir(place)
-        with _turn(place / "lock", alive):
+        with durable.lock_when_free(place / "lock", what="the kernels' build", alive=alive, seconds=BUILD_SECONDS):
             if not (final / LIBRARY).is_file():
                 _build(compiler, final, alive)
     return final / LIBRARY
@@ -206,19 +206,6 @@ def _earlier(place: Path, source: str) -> Path:
     if not found:
         raise NoKernels("no C++ compiler is installed")
     return found[0]
-
-
-def _turn(path: Path, alive: Alive):  # type: ignore[no-untyped-def]
-    """The lock ``path``, after waiting for whoever builds the same just now."""
-    end = time.monotonic() + BUILD_SECONDS
-    while True:
-        try:
-            return durable.lock(path, what="the kernels' build")
-        except TryLater:
-            if time.monotonic() > end:
-                raise
-            alive()
-            time.sleep(0.05)
 
 
 def _build(compiler: str, final: Path, alive: Alive) -> None:

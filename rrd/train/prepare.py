@@ -17,10 +17,10 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import Any, Literal
 
 from rrd import durable
-from rrd.errors import BadJob, Damaged, DiskTrouble, TryLater
+from rrd.errors import BadJob, Damaged
 from rrd.text import count
 from rrd.train import sealed
 from rrd.train.read import BadLines, DataFile, Record, open_regular, records
@@ -31,7 +31,6 @@ _BATCH_CHARACTERS = 1 << 19  # enough for every core to have work, little enough
 _BATCH_RECORDS = 4096
 _REMEMBER_ABOVE = 64 << 20   # hashing less than this is quicker than being clever
 _SETTLED_NS = 2_000_000_000  # a file changed within this before it was hashed may change again within one clock tick
-WAIT_SECONDS = 600.0
 
 Progress = Callable[[float], None]
 TooLong = Literal["truncate", "split"]
@@ -86,7 +85,6 @@ def prepare(data: str, tokenizer: str, *, seq_len: int, too_long: TooLong = "tru
     Raises:
         BadJob: the data or the tokenizer cannot be used.
         DiskTrouble: the cache cannot be written.
-        TryLater: another process has been at the same data for WAIT_SECONDS.
     """
     cache, tok = Path(cache_dir), load_tokenizer(tokenizer)
     with DataFile(data) as source:
@@ -107,7 +105,8 @@ def _find_or_build(home: Path, key: str, builder: _Builder) -> Prepared:
         return found
     try:
         durable.make_dir(home)
-        with _lock(home / "lock", builder.progress):
+        # whoever holds it is making what we need, however long that takes
+        with durable.lock_when_free(home / "lock", what="the token cache", alive=lambda: builder.progress(0.0)):
             durable.sweep_dirs(home)  # what a builder that died left behind
             if found := _find(ready):
                 return found
@@ -131,21 +130,6 @@ def _find(ready: Path) -> Prepared | None:
     facts = dict(seal.facts)
     facts["bad_lines"] = [(line, reason) for line, reason in facts["bad_lines"]]
     return Prepared(path=ready, **facts)
-
-
-def _lock(path: Path, progress: Progress) -> IO[bytes]:
-    """The builder's lock, waited for: whoever holds it is making what we need."""
-    deadline = time.monotonic() + WAIT_SECONDS
-    while True:
-        try:
-            return durable.lock(path, what="the token cache")
-        except DiskTrouble:
-            raise
-        except TryLater:
-            if time.monotonic() > deadline:
-                raise
-        progress(0.0)
-        time.sleep(0.05)
 
 
 class _Builder:

@@ -18,12 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rrd.errors import Damaged
+from rrd.errors import BadJob, Damaged
 from rrd.optim import AdamW
 
 TENSORS, STATE = "state.safetensors", "state.json"
 KINDS = ("param", "exp_avg", "exp_avg_sq")
 FORMAT = 1
+
+ANOTHER = "it was saved by another rrd or for another model; `rrd restart --fresh` begins again at step 0"
 
 NUMERICS = 1
 """Counted up when a change to rrd alters the bits that training gives; part of a checkpoint's identity."""
@@ -80,17 +82,17 @@ def _header(optimizer: AdamW) -> bytes:
 def restore(optimizer: AdamW, data: memoryview, where: str) -> None:
     """Put a saved state back, tensor by tensor and by name. ``data`` has been checked against its digest.
 
-    Raises Damaged when it is not exactly this job's state.
+    Raises BadJob when it is not exactly this job's state.
     """
     entries = _entries(data, where)
     wanted = {f"{kind}/{name}" for kind in KINDS for name in optimizer.names}
     if odd := sorted(set(entries) ^ wanted):
-        raise Damaged(f"{where} does not hold exactly this job's tensors: {', '.join(odd[:5])}")
+        raise BadJob(f"{where} does not hold exactly this job's tensors: {', '.join(odd[:5])}", hint=ANOTHER)
     for kind in KINDS:
         for name, shape, offset, numel in optimizer.layout:
             saved = _tensor(data, entries[f"{kind}/{name}"])
             if saved.shape != shape:
-                raise Damaged(f"{where}: {kind}/{name} is {list(saved.shape)}, not {list(shape)}")
+                raise BadJob(f"{where}: {kind}/{name} is {list(saved.shape)}, not {list(shape)}", hint=ANOTHER)
             optimizer.flat[kind][offset : offset + numel].copy_(saved.view(-1))
     optimizer.refresh()
 
@@ -127,7 +129,8 @@ def machine_facts(device: torch.device, threads: int) -> dict[str, Any]:
         "tf32": bool(torch.backends.cuda.matmul.allow_tf32),
     }
     if device.type == "cuda":
-        return {**facts, "model": torch.cuda.get_device_name(device), "cuda": torch.version.cuda}
+        return {**facts, "model": torch.cuda.get_device_name(device), "cuda": torch.version.cuda,
+                "deterministic": torch.are_deterministic_algorithms_enabled()}
     return {**facts, "model": cpu_model(), "cpu": str(_capability())}
 
 

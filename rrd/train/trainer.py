@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 import torch
 
-from rrd.errors import Damaged
 from rrd.job import JobSpec, identity_keys
 from rrd.lora import attach
 from rrd.models import Base, build
@@ -114,13 +113,16 @@ class Trainer:
             "identity": self.identity(),
         }
 
-    def resume(self, state: dict[str, Any]) -> None:
-        """Take over the counters of a saved state; the tensors are restored apart. Raises Damaged."""
+    def resume(self, state: dict[str, Any]) -> str:
+        """Take over the counters of a saved state; the tensors are restored apart.
+
+        Returns what will not be the same, as half a sentence: the learning rate, where this machine's arithmetic gives
+        another one. Usually empty.
+        """
         self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
         self.optimizer.steps = state["optimizer"]["steps"]
-        lr = self.lr(state["schedule"]["total"]).hex()
-        if lr != state["schedule"]["lr"]:
-            raise Damaged(f"the schedule gives a learning rate of {lr} where {state['schedule']['lr']} was saved")
+        was, now = float.fromhex(state["schedule"]["lr"]), self.lr(state["schedule"]["total"])
+        return "" if was == now else f"the next learning rate was {was!r} and is {now!r}"
 
 
 def _name(dtype: torch.dtype) -> str:

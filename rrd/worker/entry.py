@@ -65,3 +65,4 @@ def _set_up_process(settings: Settings) -> None:
     torch.set_flush_denormal(True)  # denormals make steps several times slower on CPUs
     if settings.device.startswith("cuda"):
         torch.cuda.set_device(settings.device)
+        torch.use_deterministic_algorithms(True)  # some CUDA kernels add up in the order in which threads arrive

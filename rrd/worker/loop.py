@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rrd.errors import DiskTrouble, RrdError
+from rrd.errors import ProtocolError, RrdError, TryLater
 from rrd.messages import (
     Evaluated,
     Evict,
@@ -32,7 +32,7 @@ from rrd.messages import (
 )
 from rrd.models import Base
 from rrd.train import export
-from rrd.train.step import NotFinite, StepResult
+from rrd.train.step import NotFinite
 from rrd.worker import resident
 from rrd.worker.channel import Channel, Closed
 from rrd.worker.resident import Resident, Saved
@@ -84,8 +84,8 @@ class Loop:
                     pass  # the visit it was meant for is over
                 case _:
                     raise AssertionError(f"no such order: {order!r}")
-        except Closed:
-            raise
+        except (Closed, ProtocolError):
+            raise  # a daemon that is gone, or that is none
         except Exception as e:
             self._drop(job)
             self.channel.send(_failure(job, e))
@@ -142,7 +142,7 @@ class Loop:
         r.trainer.seconds += seconds
         step = r.trainer.step
         loss = result.loss if result.labels else None
-        r.log(step=step, loss=loss, lr=lr, grad_norm=_finite(result), tokens=result.tokens, seconds=round(seconds, 6),
+        r.log(step=step, loss=loss, lr=lr, grad_norm=result.grad_norm, tokens=result.tokens, seconds=round(seconds, 6),
               die=self.settings.die, round=order.round, time=round(time.time(), 3), applied=result.applied)
         self.channel.send(Step(job=order.job, step=step, loss=loss, lr=lr, grad_norm=result.grad_norm,
                                tokens=result.tokens, seconds=seconds, applied=result.applied))
@@ -176,8 +176,6 @@ class Loop:
         self.channel.send(Exported(job=order.job, output=order.output, notes=notes))
 
     def _evict(self, order: Evict) -> None:
-        if r := self.residents.get(order.job):
-            self._wait_for_writer(r)
         self._drop(order.job)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -186,15 +184,12 @@ class Loop:
 
     def _drop(self, job: str) -> None:
         """Forget a job after its writes have ended; a base that nobody uses any more goes with it."""
-        if r := self.residents.pop(job, None):
+        if r := self.residents.get(job):
+            self._wait_for_writer(r)
+            del self.residents[job]
             r.close()
         used = {id(r.trainer.base) for r in self.residents.values()}
         self.bases = {key: base for key, base in self.bases.items() if id(base) in used}
-
-
-def _finite(result: StepResult) -> float | None:
-    """JSON has no NaN."""
-    return result.grad_norm if result.applied else None
 
 
 def _failure(job: str, e: Exception) -> Failed:
@@ -205,8 +200,9 @@ def _failure(job: str, e: Exception) -> Failed:
         return Failed(job=job, blame="plan", message=f"the die's memory is too small: {str(e).splitlines()[0]}",
                       hint="a smaller batch_size or seq_len, or gradient_checkpointing = true, needs less")
     if isinstance(e, MemoryError):
-        return Failed(job=job, blame="plan", message="the host's memory is too small")
-    if isinstance(e, DiskTrouble):
+        return Failed(job=job, blame="plan", message="the host's memory is too small",
+                      hint="fewer jobs side by side, or a smaller batch_size or seq_len, need less")
+    if isinstance(e, TryLater):  # the disk, or somebody who holds what is needed: nobody's fault, and it passes
         return Failed(job=job, blame="disk", message=e.message, hint=e.hint)
     if isinstance(e, RrdError):
         return Failed(job=job, blame="job", message=e.message, hint=e.hint)

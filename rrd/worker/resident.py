@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,7 +17,7 @@ import torch
 from rrd import checkpoint, durable
 from rrd import job as jobs
 from rrd.durable import Bytes
-from rrd.errors import BadJob, Damaged, DiskTrouble, TryLater
+from rrd.errors import BadJob, Damaged, DiskTrouble
 from rrd.job import JobSpec
 from rrd.messages import Load
 from rrd.models import Base, dtypes, load_base
@@ -29,6 +29,8 @@ from rrd.train.publish import check_output
 from rrd.train.state import FORMAT, STATE, TENSORS, Staging, differences, restore
 from rrd.train.trainer import Trainer
 from rrd.worker.tensorboard import EventFile
+
+COMPATIBLE = '`resume = "compatible"` in the job file goes on all the same'
 
 Alive = Callable[[str, float], None]
 """Called during long work with what it is and the share done: the heartbeat."""
@@ -74,7 +76,9 @@ class Resident:
                      {TENSORS: [self.staging.chunk()], STATE: [state]})
 
     def log(self, **line: Any) -> None:
-        self.history.append(json.dumps(line).encode() + b"\n")
+        """One line of history. A number that is none is written as null: JSON has no NaN."""
+        safe = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
+        self.history.append(json.dumps(safe, allow_nan=False).encode() + b"\n")
         if self.events is not None:
             self.events.add(line)
 
@@ -149,18 +153,8 @@ def load(order: Load, *, device: str, threads: int, job_dir: Path, cache_dir: Pa
 
 def _take_lock(job_dir: Path, alive: Alive) -> IO[bytes]:
     durable.make_dir(job_dir)
-    start = time.monotonic()
-    while True:
-        try:
-            return durable.lock(job_dir / "lock", what=f"the job's directory {job_dir}")
-        except DiskTrouble:
-            raise
-        except TryLater:
-            waited = time.monotonic() - start
-            if waited > LOCK_SECONDS:
-                raise
-            alive("waiting for the job's lock", waited / LOCK_SECONDS)
-            time.sleep(0.05)
+    return durable.lock_when_free(job_dir / "lock", what=f"the job's directory {job_dir}", seconds=LOCK_SECONDS,
+                                  alive=lambda: alive("waiting for the job's lock", 0.0))
 
 
 def _base(spec: JobSpec, device: torch.device, job_dir: Path, cache_dir: Path, bases: dict[str, Base],
@@ -243,8 +237,12 @@ def _restore(path: Path, trainer: Trainer, staging: Staging, notes: list[str]) -
         return buffer[0]
 
     checkpoint.read_file(path, manifest, TENSORS, into)
+    # From here on every byte is known to be as it was written: what does not fit is no damage, and stays where it is.
     restore(trainer.optimizer, buffer[0], str(path / TENSORS))
-    trainer.resume(state)
+    if note := trainer.resume(state):
+        if trainer.spec.resume == "exact":
+            raise BadJob(f"{path.name} cannot be continued exactly: {note}", hint=COMPATIBLE)
+        notes.append(f"{path.name} is continued, but not bit for bit: {note}")
     return state
 
 
@@ -257,6 +255,6 @@ def _check_identity(name: str, saved: dict[str, Any], trainer: Trainer, notes: l
                      hint="change the job file back, or `rrd restart --fresh` to begin again at step 0")
     if changed and trainer.spec.resume == "exact":
         raise BadJob(f"{name} cannot be continued exactly: {'; '.join(changed)}",
-                     hint='`resume = "compatible"` in the job file goes on all the same')
+                     hint=COMPATIBLE)
     if changed:
         notes.append(f"{name} is continued, but not bit for bit: {'; '.join(changed)}")

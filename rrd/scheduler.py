@@ -133,7 +133,10 @@ class Scheduler:
             self.set(self.jobs[job_id], JobState.LOADING)
             lane.put(self.jobs[job_id], die.name)
         for job_id, why in waits.items():
-            self.jobs[job_id].record.why = why
+            job = self.jobs[job_id]
+            if not job.record.why:  # told once a wait: the numbers in the reason change all the time
+                self.say(Kind.JOB_WAITS, f"waiting: {why}", job)
+            job.record.why = why
 
     def _facts(self, index: int, lane: Lane, die: Die) -> DieFacts:
         total = self.config.die_memory or (die.ready.memory_bytes if die.ready else None)
@@ -248,6 +251,8 @@ class Scheduler:
     def finished(self, job: Job) -> None:
         self.set(job, JobState.DONE)
         self.say(Kind.DONE, f"done after {count(job.step, 'step')}: {job.output}", job)
+        if not job.trained:
+            self.set(job, JobState.WAITING)  # it was given more steps meanwhile
         self.changed()
 
     def granted(self, die: Die, seconds: float) -> None:

@@ -246,6 +246,19 @@ def test_others_go_on_meanwhile_and_the_refused_die_catches_nothing_up() -> None
     assert Counter(back) == pytest.approx({"a": 10, "b": 10, "c": 10, "y": 10}, abs=1)
 
 
+def test_a_job_may_be_made_to_step_back_behind_its_dies_other_jobs() -> None:
+    rotation = lane(a="0", b="0", c="0", x="1")
+    turn = rotation.next(0.0)
+    assert turn is not None and turn.job == "a"
+    rotation.done(turn)
+    rotation.refused("0", 0.0)
+    rotation.step_back("a")
+    assert visits(rotation, 3) == "xxx"
+    assert visits(rotation, 8, now=1.0) == "xcbaxcba"
+    rotation.add("d", "0")
+    assert sorted(visits(rotation, 5, now=1.0)) == ["a", "b", "c", "d", "x"]
+
+
 def test_only_a_change_wakes_a_lane_whose_backed_off_jobs_are_held() -> None:
     rotation = lane(a="0")
     rotation.refused("0", 5)

@@ -58,6 +58,8 @@ class Kind(Enum):
     """A job file cannot be used."""
     JOB_ACCEPTED = "44307089ee4341f8931cd2d93d00edf4"
     """A job file is a job now, or again."""
+    JOB_WAITS = "64432354bbd142aaa83bea346f0d4bc8"
+    """It is ready, and no die has room for it."""
     JOB_REMOVED = "06f8131848464bea8a2aa4f7fe1454a9"
     """Its job file is gone."""
     JOB_RETRIED = "39ee265731e54f5e85318242c21aeba8"

@@ -260,5 +260,11 @@ def _special(key: str, settings: dict[str, dict[str, Any]], rust: tokenizers.Tok
     return None
 
 
-KINDS: dict[str, Callable[[Path], TokenizerLike]] = {"tokenizer.json": HuggingFace}
+def _world(file: Path) -> TokenizerLike:
+    from rrd.train.world import World
+
+    return World(file)
+
+
+KINDS: dict[str, Callable[[Path], TokenizerLike]] = {"tokenizer.json": HuggingFace, "rwkv_vocab_v20230424.txt": _world}
 """How a tokenizer file's name ends, and what reads it. Further families register here."""

@@ -83,11 +83,13 @@ class Daemon:
                 self._follow_spool(), self._feed_watchdog(), self._keep_status(), self.herald.run())]
             self.notify.ready("looking for jobs")
             self.journal.event(Kind.READY, "info", f"ready: {self._dies()}, jobs from {self.config.jobs_dir}")
-            await self._work()
-            await self._shut_down()
-            if web is not None:
-                await asyncio.to_thread(web.stop)
-            await control.stop()
+            try:
+                await self._work()
+            finally:  # a bug of ours must not cost the jobs their steps
+                await self._shut_down()
+                if web is not None:
+                    await asyncio.to_thread(web.stop)
+                await control.stop()
         return self._exit_code()
 
     def _catch_signals(self) -> None:
@@ -145,6 +147,8 @@ class Daemon:
         for task in self._tasks:
             if task.done() and not task.cancelled() and (e := task.exception()):
                 raise e
+        if self.keeper.bug:
+            raise self.keeper.bug
 
     def stop(self) -> None:
         """Finish the steps in progress, checkpoint every resident job, end."""

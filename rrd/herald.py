@@ -81,7 +81,7 @@ class Herald:
                 self._say(job, "info", f"told that it {_HAS[job.state]}, after all")
             self._told(job)
             return
-        wait = min(LONGEST_RETRY, FIRST_RETRY * 2**attempt.count)
+        wait = min(LONGEST_RETRY, FIRST_RETRY * 2 ** min(attempt.count, 20))
         attempt.count, attempt.again_at = attempt.count + 1, self._monotonic() + wait
         if attempt.count == 1:  # said once, not at every try
             self._say(job, "warning", f"could not tell that it {_HAS[job.state]}: {trouble}; trying again in "
@@ -115,7 +115,7 @@ def deliver(hook: tuple[str, ...], said: dict[str, Any]) -> str:
     data = json.dumps(said).encode()
     try:
         return _post(hook[0], data) if hook[0].startswith("http") else _run(hook, said, data)
-    except (OSError, ValueError) as e:
+    except Exception as e:  # what answers is not ours, and may answer anything; a daemon has no business dying of it
         return one_line(str(e), 300) or type(e).__name__
 
 

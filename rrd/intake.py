@@ -69,6 +69,8 @@ class Intake:
     def _offer(self, job: Job, file: JobFile) -> None:
         """A known job's file as it is now: take over what may change, refuse the rest, say so once."""
         s = self.scheduler
+        if file.digest == job.digest and file.spec in (job.spec, job.offered):
+            return
         edited, job.digest, job.file = job.digest not in ("", file.digest), file.digest, str(file.path)
         taken, refused = changes(job.spec, file.spec)
         if refused and self._untouched(job):

@@ -247,6 +247,8 @@ def changes(old: JobSpec, new: JobSpec) -> tuple[set[str], set[str]]:
     The second set needs ``rrd restart``; it starts from step 0 where ``identity`` differs. It holds live keys too
     when they only fit together with the others, such as an ``eval_every`` that comes with the first ``eval_data``.
     """
+    if old == new:
+        return set(), set()
     a, b = old.model_dump(), new.model_dump()
     differ = {k for k in a if a[k] != b[k]}
     differ -= {"lora_alpha"} if old.alpha == new.alpha else set()

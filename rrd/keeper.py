@@ -21,32 +21,42 @@ class Keeper:
     def __init__(self, ledger: Ledger, trouble: Callable[[str, RrdError], None]) -> None:
         self.ledger, self._trouble = ledger, trouble
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="keeper")
+        self.bug: BaseException | None = None
+        """What went wrong that is no fault of the disk; the daemon looks, and ends with it."""
 
     def save(self, job: Job, *, spec: bool = False) -> None:
         """Write the job's record as it is now, and with ``spec`` its job file as accepted. Returns at once."""
         record, text = job.record.model_copy(), to_toml(job.spec) if spec else None
         self._watch(job.id, self._thread.submit(self.ledger.save, record, text))
 
-    def set_aside(self, job: Job, then: Callable[[], None]) -> None:
-        """Take the job's checkpoints out of use; ``then`` follows on the loop."""
+    def set_aside(self, job: Job, then: Callable[[], None], failed: Callable[[RrdError], None] | None = None) -> None:
+        """Take the job's checkpoints out of use; ``then``, or ``failed`` where the disk does not let us, follows."""
         future = self._thread.submit(set_aside, self.ledger.dir(job.id))
-        self._watch(job.id, future, then)
+        self._watch(job.id, future, then, failed)
 
     def facts(self, spec: JobSpec, then: Callable[[str], None]) -> None:
         """Call ``then`` on the loop with what the files that ``spec`` names look like now."""
         loop = asyncio.get_running_loop()
-        self._thread.submit(facts_of, spec).add_done_callback(
-            lambda f: loop.call_soon_threadsafe(then, f.result()))
 
-    def _watch(self, job: str, future: Future[None], then: Callable[[], None] | None = None) -> None:
+        def done(f: Future[str]) -> None:
+            self.bug = self.bug or f.exception()
+            if not f.exception():
+                loop.call_soon_threadsafe(then, f.result())
+
+        self._thread.submit(facts_of, spec).add_done_callback(done)
+
+    def _watch(self, job: str, future: Future[None], then: Callable[[], None] | None = None,
+               failed: Callable[[RrdError], None] | None = None) -> None:
         loop = asyncio.get_running_loop()
 
         def done(f: Future[None]) -> None:
             e = f.exception()
             if isinstance(e, RrdError):
                 loop.call_soon_threadsafe(self._trouble, job, e)
+                if failed is not None:
+                    loop.call_soon_threadsafe(failed, e)
             elif e is not None:
-                raise e
+                self.bug = e
             elif then is not None:
                 loop.call_soon_threadsafe(then)
 

@@ -43,6 +43,8 @@ class Record(BaseModel):
     """Worker deaths on this job's visits since its last new step."""
     best_step: int = 0
     """The furthest step ever reported, so that a new step can be told from a repeated one."""
+    fresh: bool = False
+    """It is to begin at step 0, and its old checkpoints are not out of the way yet."""
     user_paused: bool = False
     outcome: JobState | None = None
     """Of a removed job: how it had ended before, if it had."""

@@ -17,6 +17,7 @@ from rrd.ledger import Record
 from rrd.messages import CommitFailed, Committed, Evaluated, Loaded, Message, Prepared, Progress, Run, Step, VisitDone
 from rrd.snapshot import JobView
 from rrd.states import JobState
+from rrd.text import duration
 
 CRASHES = 3
 """So many worker deaths without a new step, and the job has failed."""
@@ -88,6 +89,7 @@ class Job:
     disk_strikes: int = 0
     """Checkpoints in a row that the disk did not take."""
     disk_trouble: str = ""
+    disk_hint: str = ""
     checkpoint_bytes: int | None = None
     checkpoint_seconds: float | None = None
     commits: int = 0
@@ -189,7 +191,7 @@ class Job:
                 self.saving = False
                 self.failures += 1
                 self.disk_strikes += 1
-                self.disk_trouble = report.message
+                self.disk_trouble, self.disk_hint = report.message, report.hint
                 self.tried_step, self.saved_at = report.step, now  # the next try comes a cadence later
             case Progress():
                 self.progress = (report.what, report.share)
@@ -237,6 +239,13 @@ class Job:
         self.progress = self.loaded_at = None
         self.visits.clear()
 
+    def forget_all(self) -> None:
+        """Nothing has been trained, and nothing was."""
+        r = self.record
+        r.announced_step = r.best_step = self.step = self.tokens = self.saved_step = 0
+        r.announced_at = r.samples = self.loss = self.eval_loss = self.lr = None
+        self.losses.clear()
+
     # --- what it looks like ---
 
     def steps_per_minute(self) -> float | None:
@@ -250,6 +259,17 @@ class Job:
         """Seconds until it has trained, at the present pace."""
         rate, total = self.steps_per_minute(), self.total
         return None if not rate or total is None else 60 * max(0, total - self.step) / rate
+
+    def line(self, die: str, round: int) -> str:
+        """``[round 12] die 3 code-a: step 150/1500 loss 2.34 28.5 steps/min eta 47 min``"""
+        parts = [f"[round {round}] die {die} {self.id}: step {self.step}/{self.total}"]
+        if self.loss is not None:
+            parts.append(f"loss {self.loss:.4g}")
+        if (rate := self.steps_per_minute()) is not None:
+            parts.append(f"{rate:.1f} steps/min")
+        if (eta := self.eta()) is not None and not self.trained:
+            parts.append(f"eta {duration(eta)}")
+        return " ".join(parts)
 
     def view(self) -> JobView:
         r, s = self.record, self.spec
@@ -276,7 +296,7 @@ class Job:
         if self.record.why:
             return self.record.why, self.record.hint
         if self.disk_trouble:
-            return f"its last checkpoint was not saved: {self.disk_trouble}", self.record.hint
+            return f"its last checkpoint was not saved: {self.disk_trouble}", self.disk_hint
         return self.refusal, "`rrd restart` takes it over" if self.refusal else ""
 
 

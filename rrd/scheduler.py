@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from rrd.config import Config
 from rrd.die import Die
+from rrd.errors import RrdError
 from rrd.handle import Nursery
 from rrd.job import JobSpec, output_of
 from rrd.journal import Journal, Kind
@@ -105,6 +106,9 @@ class Scheduler:
         for job in [j for j in queue if j.paused]:
             self.set(job, JobState.PAUSED, self._pause_reason(job))
         queue = [j for j in queue if not j.paused and j.not_before <= now]
+        for job in [j for j in queue if j.record.fresh]:
+            self._set_aside(job)
+        queue = [j for j in queue if not j.record.fresh]
         for job in self._worth_preparing(queue)[: self.preparer.room]:
             self.set(job, JobState.PREPARING)
             self.keeper.facts(job.spec, lambda facts, job=job: self._keep_facts(job, facts))  # type: ignore[misc]
@@ -228,7 +232,7 @@ class Scheduler:
         now = self.monotonic()
         if self.live and (job.trained or now - job.told_at >= LIVE_SECONDS):
             job.told_at = now
-            self.live(live_line(job, die, turn))
+            self.live(job.line(die.name, turn.round))
 
     def loaded(self, job: Job, die: Die, report: Loaded) -> None:
         for sentence in report.fallbacks:
@@ -361,29 +365,28 @@ class Scheduler:
         if fresh:
             r.announced_step = r.best_step = job.step = job.saved_step = 0
             r.announced_at, r.samples = None, None
-            job.not_before = float("inf")  # until the old checkpoints are out of the way
-            self.keeper.set_aside(job, lambda: self._may_start(job))
+            r.fresh = True
+            self._set_aside(job)
         self.keeper.save(job, spec=True)
         self.say(Kind.JOB_RESTARTED, "restarted " + ("at step 0" if fresh else "from its newest checkpoint"), job)
 
+    def _set_aside(self, job: Job) -> None:
+        """Get the old checkpoints out of the way; the job waits for that."""
+        job.not_before = float("inf")
+        self.keeper.set_aside(job, lambda: self._may_start(job), lambda e: self._may_not_start(job, e))
+
     def _may_start(self, job: Job) -> None:
-        job.not_before = 0.0
+        job.not_before, job.record.fresh = 0.0, False
+        self.keeper.save(job)
         self.changed()
+
+    def _may_not_start(self, job: Job, e: RrdError) -> None:
+        job.not_before = self.monotonic() + DISK_RETRY
+        if job.state is JobState.WAITING:
+            self.set(job, JobState.WAITING, e.message, e.hint)
 
     # --- how it stands ---
 
     @property
     def all_ended(self) -> bool:
         return all(j.state in ENDED or (j.state is JobState.PAUSED and j.paused) for j in self.jobs.values())
-
-
-def live_line(job: Job, die: Die, turn: Turn) -> str:
-    """``[round 12] die 3 code-a: step 150/1500 loss 2.34 28.5 steps/min eta 47 min``"""
-    parts = [f"[round {turn.round}] die {die.name} {job.id}: step {job.step}/{job.total}"]
-    if job.loss is not None:
-        parts.append(f"loss {job.loss:.4g}")
-    if (rate := job.steps_per_minute()) is not None:
-        parts.append(f"{rate:.1f} steps/min")
-    if (eta := job.eta()) is not None and not job.trained:
-        parts.append(f"eta {duration(eta)}")
-    return " ".join(parts)

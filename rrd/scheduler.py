@@ -363,8 +363,7 @@ class Scheduler:
         r = job.record
         r.crashes, r.failed_facts = 0, ""
         if fresh:
-            r.announced_step = r.best_step = job.step = job.saved_step = 0
-            r.announced_at, r.samples = None, None
+            job.forget_all()
             r.fresh = True
             self._set_aside(job)
         self.keeper.save(job, spec=True)

@@ -364,6 +364,7 @@ def test_nobody_touches_a_die_that_is_not_held_whatever_happens(tmp_path: Path, 
             if chance.random() < 0.1:
                 w.disk.full = not w.disk.full
             elif chance.random() < 0.1:
+                w.obliging()  # else workers are ended without the die: tests of the lane
                 await w.stop()
                 await w.crash()
             else:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from rrd.optim.adamw import Rule
 
 Shape = tuple[int, ...]
+States = list[tuple[Tensor, ...]]
+"""What the blocks of a model know of the tokens before, block by block."""
 
 
 class CausalLM(nn.Module):
@@ -28,6 +30,21 @@ class CausalLM(nn.Module):
 
     config: Any
     blocks: nn.ModuleList
+    longest: int | None = None
+    """Tokens of a sample that are run at once, more being run in pieces by ``carry``; None: the model has no states."""
+
+    def carry(self, idx: Tensor, states: States | None, *, rows: Tensor | None = None, checkpointing: bool = False
+              ) -> tuple[Tensor, States]:
+        """``hidden`` of tokens that come after others: takes the blocks' states (None: nothing before), returns them.
+
+        Gradients go through the states, so a sequence run in pieces has those of the whole.
+        """
+        raise AssertionError("a model without states")
+
+    @property
+    def growing(self) -> list[tuple[bool, ...]]:
+        """For each block's state, which of its tensors hold something of every token, along their second axis."""
+        return []
 
     def make_ready(self, cache_dir: Path, before: str | None, alive: Callable[[], None]) -> str:
         """Get what the model computes with and does not bring: compiled kernels, kept below ``cache_dir``.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from rrd.models.layers import Embedding, Linear
 from rrd.models.recompute import recomputed
-from rrd.models.registry import CausalLM, Recipe, Shape
+from rrd.models.registry import CausalLM, Recipe, Shape, States
 from rrd.models.rwkv7_config import BETWEEN, BlockConfig, RwkvConfig, prefix_of, read_config
 from rrd.models.rwkv7_layers import Block, ChannelMix, LayerNorm, State, TimeMix
 from rrd.models.rwkvx import AttentionBlock, RfaBlock
@@ -43,7 +43,7 @@ def _block(c: RwkvConfig, b: BlockConfig, *, ln0: bool = False) -> nn.Module:
 class RwkvLM(CausalLM):
     def __init__(self, config: RwkvConfig, compute: torch.dtype) -> None:
         super().__init__()
-        self.config, self.compute = config, compute
+        self.config, self.compute, self.longest = config, compute, config.longest
         body = _Body(config, compute)
         if config.prefix:
             self.rwkv = body
@@ -89,20 +89,22 @@ class RwkvLM(CausalLM):
     ) -> Tensor:
         x, v_first = self.embed(idx), None
         for block in self.order:
-            x, v_first = _recomputed(block, x, v_first) if checkpointing else block(x, v_first, None)[:2]
+            x, v_first, _ = _recomputed(block, x, v_first) if checkpointing else block(x, v_first, None)
         return self.normed(x, rows)
 
-    def carry(self, idx: Tensor, states: Sequence[State] | None, *, rows: Tensor | None = None
-              ) -> tuple[Tensor, list[State]]:
-        """``hidden`` of tokens that come after others: takes the blocks' states (None: nothing before), returns them.
-
-        Gradients go through the states, so a sequence run in pieces has those of the whole.
-        """
+    def carry(self, idx: Tensor, states: States | None, *, rows: Tensor | None = None, checkpointing: bool = False
+              ) -> tuple[Tensor, States]:
         x, v_first, after = self.embed(idx), None, []
         for i, block in enumerate(self.order):
-            x, v_first, state = block(x, v_first, None if states is None else states[i])
+            state = None if states is None else states[i]
+            x, v_first, state = (_recomputed(block, x, v_first, state, keep=True) if checkpointing
+                                 else block(x, v_first, state))
             after.append(state)
         return self.normed(x, rows), after
+
+    @property
+    def growing(self) -> list[tuple[bool, ...]]:
+        return [tuple(getattr(block, "growing")) for block in self.order]  # noqa: B009
 
     @property
     def order(self) -> list[nn.Module]:
@@ -118,19 +120,21 @@ class RwkvLM(CausalLM):
         return y
 
 
-def _recomputed(block: nn.Module, x: Tensor, v_first: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The block without its state, keeping only its inputs for the backward pass."""
+def _recomputed(block: nn.Module, x: Tensor, v_first: Tensor | None, state: State | None = None, *, keep: bool = False
+                ) -> tuple[Tensor, Tensor | None, State]:
+    """The block, holding only its inputs for the backward pass; and the state after it, if it is to ``keep`` that."""
     trained = next((p for p in block.parameters() if p.requires_grad), None)
     if not torch.is_grad_enabled() or (trained is None and not x.requires_grad):
-        x, v_first, _ = block(x, v_first, None)
-        return x, v_first
+        return block(x, v_first, state)  # type: ignore[no-any-return]
+    given = () if v_first is None else (v_first,)
+    mixes = v_first is not None or isinstance(block, Block)
 
-    def part(x: Tensor, v: Tensor | None = None) -> tuple[Tensor, ...]:
-        x, v, _ = block(x, v, None)
-        return (x,) if v is None else (x, v)
+    def part(x: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
+        x, v, after = block(x, more[0] if given else None, more[len(given):] if state is not None else None)
+        return x, *((v,) if mixes else ()), *(after if keep else ())
 
-    x, *v = recomputed(part, trained, *((x,) if v_first is None else (x, v_first)))
-    return x, v[0] if v else None
+    x, *rest = recomputed(part, trained, x, *given, *(state or ()))
+    return x, rest[0] if mixes else None, tuple(rest[mixes:])
 
 
 def rule(name: str, p: nn.Parameter) -> Treatment:

@@ -55,6 +55,8 @@ class RwkvConfig:
     moba_chunk: int = 2048
     """Tokens in a chunk of ``moba`` blocks, which are sparse beyond ``moba_chunk * moba_topk`` tokens."""
     moba_topk: int = 3
+    longest: int = 2048
+    """Tokens of a sample that are in memory at once; more follow in pieces (``rrd.train.pieces``)."""
 
     @property
     def n_head(self) -> int:

@@ -119,6 +119,8 @@ class ChannelMix(nn.Module):
 
 
 class Block(nn.Module):
+    growing = (False, False, False)
+
     def __init__(self, c: RwkvConfig, b: BlockConfig, *, ln0: bool) -> None:
         super().__init__()
         if ln0:

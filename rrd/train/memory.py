@@ -2,8 +2,9 @@
 
 Per block and micro-step, in units of U = 4 B T C bytes, training keeps for the backward pass about (10 + 4F/C) U when
 all weights are trained and 19 U with LoRA on a Llama block, F being the width of its feed-forward; recomputing
-("gradient checkpointing") keeps 1 U a block and one block whole. Trained parameters take 16 bytes each: master, both
-moments, gradient. A tenth is added for what the allocator cannot use.
+("gradient checkpointing") keeps 1 U a block and one block whole. A model that runs a sample in pieces holds one of
+them. Trained parameters take 16 bytes each: master, both moments, gradient. A tenth is added for what the allocator
+cannot use.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ def _adapter(spec: JobSpec, files: ModelFiles) -> int:
 
 def _activations(spec: JobSpec, files: ModelFiles) -> int:
     c = files.config
-    unit = 4 * spec.batch_size * spec.seq_len * c.n_embd
+    at_once = min(spec.seq_len, spec.chunk_len or getattr(c, "longest", spec.seq_len))
+    unit = 4 * spec.batch_size * at_once * c.n_embd
     widen = getattr(c, "n_inner", 4 * c.n_embd) / c.n_embd
     block = (10 + 4 * widen if spec.method == "full" else max(19.2, 10 + 2.5 * widen)) * unit
     if spec.gradient_checkpointing:

@@ -14,6 +14,7 @@ from rrd.errors import RrdError
 from rrd.models.registry import CausalLM
 from rrd.ops.grad import backward
 from rrd.optim.adamw import AdamW
+from rrd.train import pieces
 from rrd.train.loss import loss_and_grad, loss_sum
 
 NO_LABEL = -100
@@ -94,6 +95,9 @@ def train_step(
 
 def _micro_step(model: CausalLM, batch: Batch, *, scale: float, checkpointing: bool) -> float:
     """Adds the gradient of ``scale`` times the batch's summed loss to the window's; returns the summed loss."""
+    if model.longest is not None and batch.idx.shape[1] > model.longest:
+        parts = pieces.split(batch.idx, batch.labels, model.longest)
+        return pieces.forward_backward(model, parts, scale=scale, checkpointing=checkpointing)
     idx, rows, targets = _labelled(batch)
     if len(targets) == 0:
         return 0.0
@@ -126,7 +130,10 @@ def eval_loss(model: CausalLM, batches: Sequence[Batch]) -> tuple[float, int]:
     total, labels = 0.0, 0
     for batch in batches:
         idx, rows, targets = _labelled(batch)
-        if len(targets):
+        if model.longest is not None and idx.shape[1] > model.longest:
+            total += pieces.summed_loss(model, pieces.split(batch.idx, batch.labels, model.longest))
+            labels += len(targets)
+        elif len(targets):
             hidden = model.hidden(idx, rows=rows).reshape(len(targets), -1)
             total += float(loss_sum(hidden, model.head_weight, targets, bias=model.head_bias))
             labels += len(targets)

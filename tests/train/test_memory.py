@@ -32,7 +32,8 @@ def test_it_grows_with_rank_batch_and_length_and_shrinks_with_recomputing(tmp_pa
     assert needs(tmp_path, lora_rank=64).total > least
     assert needs(tmp_path, lora_ranks={"q_proj": 64}).total > least
     assert needs(tmp_path, batch_size=8).total > least
-    assert needs(tmp_path, seq_len=4096).total > needs(tmp_path, seq_len=4096, gradient_checkpointing=True).total > least
+    recomputed = needs(tmp_path, seq_len=4096, gradient_checkpointing=True).total
+    assert needs(tmp_path, seq_len=4096).total > recomputed > least
     assert needs(tmp_path, cuda=True).total == least + CONTEXT_BYTES
 
 
@@ -40,3 +41,13 @@ def _tensors(tmp_path: Path) -> list[torch.Tensor]:
     from safetensors.torch import load_file
 
     return list(load_file(Path(toy_keys(tmp_path)["model"]) / "model.safetensors").values())
+
+
+def test_a_model_that_runs_in_pieces_needs_no_more_for_a_longer_sample(tmp_path: Path) -> None:
+    from rwkv_toys import make_rwkv
+
+    model = str(make_rwkv(tmp_path / "rwkv7"))
+    long = needs(tmp_path, model=model, seq_len=65536).total
+    assert long == needs(tmp_path, model=model, seq_len=2048).total > needs(tmp_path, model=model, seq_len=512).total
+    assert needs(tmp_path, model=model, seq_len=65536, chunk_len=512).total == needs(
+        tmp_path, model=model, seq_len=512).total

@@ -52,9 +52,9 @@ class Die:
     async def bring_up(self, nursery: Nursery, config: Config, hear: Callable[[Message], None]) -> Worker:
         """The die's worker; a new one if there is none. Raises WorkerGone, also for one that ended unnoticed."""
         if self.worker is None:
-            self.worker = Worker(nursery, self.settings(config), hear)
-            self.restarts += 1
-            await self.worker.start()
+            worker = Worker(nursery, self.settings(config), hear)
+            await worker.start()
+            self.worker, self.restarts = worker, self.restarts + 1
             ready = await self.worker.ask(None, Ready, patience=lambda: START_PATIENCE)
             assert isinstance(ready, Ready)
             self.ready = ready

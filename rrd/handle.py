@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rrd.errors import ProtocolError, RrdError
+from rrd.errors import ProtocolError, RrdError, TryLater
 from rrd.messages import REPORTS, Decoder, Failed, Message, Stop, encode
 
 PACKET = 1 << 16
@@ -30,6 +30,10 @@ EXIT_SECONDS = 2.0
 
 class WorkerGone(RrdError):
     """The worker ended, or was ended, before it answered."""
+
+
+class CannotStart(TryLater, WorkerGone):
+    """No worker could be had at all: the box is short of something, and no job is to blame."""
 
 
 class Nursery:
@@ -48,7 +52,7 @@ class Nursery:
     async def start(self) -> None:
         """Start the process if none runs. It is ready to fork a second or so later; requests wait.
 
-        Raises WorkerGone when it cannot be started.
+        Raises CannotStart.
         """
         async with self._lock:
             if self._reader is not None and not self._reader.done():
@@ -56,7 +60,7 @@ class Nursery:
             try:
                 await self._start()
             except OSError as e:
-                raise WorkerGone(f"no worker can be started: {(e.strerror or str(e)).lower()}") from e
+                raise CannotStart(f"no worker can be started: {(e.strerror or str(e)).lower()}") from e
 
     async def _start(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -73,7 +77,7 @@ class Nursery:
     async def spawn(self, settings: dict[str, object]) -> tuple[int, socket.socket, asyncio.Future[int]]:
         """A new worker: its pid, our end of its socket, and a future of its exit status.
 
-        Raises WorkerGone when the nursery cannot be started or dies meanwhile.
+        Raises CannotStart when the nursery cannot be started or dies meanwhile.
         """
         await self.start()
         number = next(self._ids)
@@ -82,11 +86,11 @@ class Nursery:
             ours = self._request({**settings, "id": number})
         except OSError as e:
             del self._born[number]
-            raise WorkerGone(f"no worker can be started: {(e.strerror or str(e)).lower()}") from e
+            raise CannotStart(f"no worker can be started: {(e.strerror or str(e)).lower()}") from e
         try:
             await asyncio.wait([born], timeout=BIRTH_SECONDS)
             if not born.done() or born.cancelled():
-                raise WorkerGone("the process that forks workers has ended or does not answer")
+                raise CannotStart("the process that forks workers has ended or does not answer")
         except BaseException:
             ours.close()  # the worker, if there ever is one, ends by it
             raise

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from rrd.config import Config
-from rrd.handle import Nursery, Worker, WorkerGone
+from rrd.handle import CannotStart, Nursery, Worker, WorkerGone
 from rrd.messages import Failed, Message, Prepare, Prepared, Ready
 from rrd.roster import Job
 
@@ -65,6 +65,8 @@ class Preparer:
             answer = await worker.ask(order, Prepared, patience=lambda: SILENCE_SECONDS)
             assert isinstance(answer, (Prepared, Failed))
             return answer
+        except CannotStart as e:
+            return Failed(job=job.id, blame="disk", message=e.message, hint=e.hint)
         except WorkerGone as e:
             return Failed(job=job.id, blame="worker", message=f"preparing its data failed: {e.message}", hint=e.hint)
         finally:

@@ -370,9 +370,9 @@ def test_nobody_touches_a_die_that_is_not_held_whatever_happens(tmp_path: Path, 
             else:
                 _some_verb(w, chance, name)
         w.disk.full = False
-        for die in "012":
-            w.verbs.unfence(die)
         for _ in range(200):
+            for die in "012":
+                w.verbs.unfence(die)
             for name in names:
                 _help(w, name)
             await w.seconds(30)

@@ -64,7 +64,7 @@ from rrd.verbs import Verbs
 # --- a clock ----------------------------------------------------------------------------------------------------------
 
 
-REAL_SECONDS = 20.0
+REAL_SECONDS = 60.0
 """So long a story may take to be told: they take well under one."""
 
 

@@ -7,12 +7,15 @@ characters by ``one_line``, HTML by jinja2.
 from __future__ import annotations
 
 import json
+import secrets
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
+from types import MappingProxyType
+from typing import NamedTuple
 from zlib import crc32
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -31,6 +34,9 @@ WINDOWS = (30, 60, 120, 300, 600, 1800, 3600, 7200, 14400)
 FRESH_SECONDS = 0.9
 """So long everybody who looks is shown the same snapshot."""
 
+REMEMBERED = 60
+"""What was shown at so many times is remembered: for pages that open their stream, or lost it for a moment."""
+
 ASSETS = {"/page.css": "text/css; charset=utf-8", "/page.js": "text/javascript; charset=utf-8",
           "/icon.svg": "image/svg+xml"}
 
@@ -40,6 +46,14 @@ def asset(path: str) -> bytes:
     """A file that the page asks for; ``path`` is one of ``ASSETS``."""
     assert path in ASSETS
     return files("rrd").joinpath("templates").joinpath(path[1:]).read_bytes()
+
+
+class Shown(NamedTuple):
+    """What is, or was, on the page: element id to HTML, the parts above the table and then its rows in their order."""
+
+    name: str = ""
+    """Who has it tells us by this what need not be sent again."""
+    parts: Mapping[str, str] = MappingProxyType({})
 
 
 class Board:
@@ -53,32 +67,43 @@ class Board:
         self._parts = self._env.get_template("parts.html").module
         self._lock = threading.Lock()
         self._at = float("-inf")
-        self._now: dict[str, str] = {}
+        self._now = Shown()
+        self._known: OrderedDict[str, Shown] = OrderedDict()
+        self._boot, self._count = secrets.token_hex(4), 0
         self._rows: dict[str, tuple[JobView, str, str]] = {}
 
     def page(self) -> str:
         """The whole page."""
-        parts = self.parts()
-        rows = "".join(html for key, html in parts.items() if key.startswith("job:"))
-        return self._env.get_template("page.html").render(parts=parts, rows=rows)
+        now = self.now()
+        rows = "".join(html for key, html in now.parts.items() if key.startswith("job:"))
+        return self._env.get_template("page.html").render(parts=now.parts, rows=rows, name=now.name)
 
-    def changes(self, seen: dict[str, str]) -> tuple[str, dict[str, str]]:
-        """What somebody who has ``seen`` these parts lacks, as JSON (empty: nothing), and what they have seen then."""
-        now = self.parts()
+    def changes(self, seen: Shown) -> tuple[str, Shown]:
+        """What somebody who has ``seen`` this lacks, as JSON (empty: nothing), and what they have seen then."""
+        now = self.now()
         patch: dict[str, object] = {}
-        if html := {key: part for key, part in now.items() if seen.get(key) != part}:
+        if html := {key: part for key, part in now.parts.items() if seen.parts.get(key) != part}:
             patch["html"] = html
-        jobs = [key for key in now if key.startswith("job:")]
-        if jobs != [key for key in seen if key.startswith("job:")]:
+        jobs = [key for key in now.parts if key.startswith("job:")]
+        if jobs != [key for key in seen.parts if key.startswith("job:")]:
             patch["jobs"] = jobs
         return json.dumps(patch) if patch else "", now
 
-    def parts(self) -> dict[str, str]:
-        """Element id to HTML: the parts above the table, then the table's rows in their order."""
+    def seen(self, name: str) -> Shown:
+        """What has this name; nothing, if that is long ago or another daemon's."""
+        with self._lock:
+            return self._known.get(name, Shown())
+
+    def now(self) -> Shown:
+        """What is on the page; the same for everybody for ``FRESH_SECONDS``."""
         with self._lock:
             if self._monotonic() - self._at >= FRESH_SECONDS:
-                self._now = self._render(self._snapshot())
+                self._count += 1
+                self._now = Shown(f"{self._boot}-{self._count}", self._render(self._snapshot()))
                 self._at = self._monotonic()
+                self._known[self._now.name] = self._now
+                if len(self._known) > REMEMBERED:
+                    self._known.popitem(last=False)
             return self._now
 
     def _render(self, s: Snapshot) -> dict[str, str]:

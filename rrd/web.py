@@ -104,7 +104,8 @@ class Web:
         if not known_host(environ.get("HTTP_HOST", "")):
             return "421 Misdirected Request", TEXT, [b"ask for this page by an address or by this host's own name\n"]
         if path == "/events":
-            return self._stream() if environ["REQUEST_METHOD"] == "GET" else ("200 OK", "text/event-stream", [])
+            seen = environ.get("HTTP_LAST_EVENT_ID") or environ.get("QUERY_STRING", "")
+            return self._stream(seen) if environ["REQUEST_METHOD"] == "GET" else ("200 OK", "text/event-stream", [])
         return self._page(path)
 
     # --- the page ---
@@ -127,16 +128,16 @@ class Web:
             self._board = self._board or Board(self._snapshot)
         return self._board
 
-    def _stream(self) -> Answer:
+    def _stream(self, seen: str) -> Answer:
         if not self._streams.acquire(blocking=False):
             return "503 Service Unavailable", TEXT, [b"too many pages are open\n"]
-        return "200 OK", "text/event-stream", _Closing(self._patches(), self._streams.release)
+        return "200 OK", "text/event-stream", _Closing(self._patches(seen), self._streams.release)
 
-    def _patches(self) -> Iterator[bytes]:
-        """Server-sent events: at first all of the page, then what has changed, each second."""
-        seen: dict[str, str] = {}
+    def _patches(self, name: str) -> Iterator[bytes]:
+        """Server-sent events: each second what has changed, since what the page calls ``name`` at first."""
+        seen = self.board.seen(name)
         quiet = 0
-        yield b"retry: 2000\n\n"
+        yield b"retry: 2000\nevent: live\ndata:\n\n"
         while not self._stopping.is_set():
             try:
                 patch, seen = self.board.changes(seen)
@@ -144,7 +145,7 @@ class Web:
                 return
             quiet = 0 if patch else quiet + 1
             if patch:
-                yield b"data: " + patch.encode() + b"\n\n"
+                yield f"id: {seen.name}\ndata: {patch}\n\n".encode()
             elif quiet % QUIET_TICKS == 0:
                 yield b":\n\n"
             self._stopping.wait(1.0)

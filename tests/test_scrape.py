@@ -124,7 +124,7 @@ def test_a_scrape_over_the_wire_is_quick_while_pages_are_open(tmp_path: Path) ->
     with stage(snapshot(*[job(f"job-{i}") for i in range(1000)])) as s, \
             prometheus(tmp_path, s.url.removeprefix("http://").rstrip("/")) as prom, \
             urllib.request.urlopen(s.url + "events", timeout=10) as stream:
-        assert stream.readline() == b"retry: 2000\n"
+        assert stream.readline().startswith(b"retry:")
         prom.until(lambda: (prom.value("count(rrd_job_step)") or 0) == 1000, "never scraped")
         prom.scraped(3)
         fastest = prom.value("min_over_time(scrape_duration_seconds[30s])")

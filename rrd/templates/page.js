@@ -4,7 +4,7 @@
 const rows = document.getElementById("rows"), find = document.getElementById("find"), none = document.getElementById("none");
 const link = document.getElementById("link"), template = document.createElement("template");
 const held = new Map(); // parts that wait because somebody is selecting text in them
-let state = "", heard = 0;
+let state = "";
 
 function replace(id, html) {
   template.innerHTML = html;
@@ -74,8 +74,9 @@ function say(text, kind) {
 }
 
 function listen() {
-  const source = new EventSource("events");
-  source.onmessage = (event) => { heard = Date.now(); say("live", "live"); take(JSON.parse(event.data)); };
+  const source = new EventSource("events?" + document.body.dataset.seen);
+  source.addEventListener("live", () => say("live", "live"));
+  source.onmessage = (event) => { say("live", "live"); take(JSON.parse(event.data)); };
   source.onerror = () => say("rrd does not answer; what you see is old", "lost");
 }
 listen();

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,12 +64,20 @@ def read(source: str, config: Config) -> list[Incoming]:
 
 def _bytes(path: Path) -> bytes:
     try:
-        with open(path, "rb") as f:
-            return f.read(max(MAX_BYTES, MAX_ARRAY if path.suffix == ".json" else 0) + 1)
-    except IsADirectoryError:
-        raise BadJob(f"{path} is a directory", hint="name the job files in it") from None
+        return _read_regular(path, max(MAX_BYTES, MAX_ARRAY if path.suffix == ".json" else 0) + 1)
     except FileNotFoundError:
         raise BadJob(f"there is no file {path}") from None
+
+
+def _read_regular(path: Path, limit: int) -> bytes:
+    """The first ``limit`` bytes of a regular file; waits for no pipe's writer. Raises BadJob, OSError."""
+    mode = path.stat().st_mode  # before opening: a device acts on open, a socket cannot be opened
+    if stat.S_ISDIR(mode):
+        raise BadJob(f"{path} is a directory", hint="name the job files in it")
+    if not stat.S_ISREG(mode):
+        raise BadJob(f"{path} is not a regular file", hint="a job is a text file")
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK | os.O_NOCTTY)) as f:
+        return f.read(limit)
 
 
 def _check_paths(job: Incoming, config: Config) -> None:
@@ -105,10 +114,10 @@ def distinct(jobs: Iterable[Incoming]) -> list[Incoming]:
 
 
 def unlike_spool(jobs: Iterable[Incoming], jobs_dir: Path) -> Iterator[tuple[Incoming, bytes | None]]:
-    """The jobs whose file in ``jobs_dir`` is missing (None) or other than theirs (its bytes)."""
+    """The jobs whose file in ``jobs_dir`` is missing (None) or other than theirs (how it begins)."""
     for job in jobs:
         try:
-            there = (jobs_dir / job.file).read_bytes()
+            there = _read_regular(jobs_dir / job.file, len(job.text) + 1)
         except FileNotFoundError:
             yield job, None
             continue

@@ -65,6 +65,22 @@ def test_check_goes_on_after_a_bad_one_and_blames_it(rrd: Rrd, here: Path) -> No
     assert "Traceback" not in result.output
 
 
+@pytest.mark.parametrize("command", ["check", "submit", "run"])
+def test_a_pipe_is_refused_and_nobody_waits_for_its_writer(rrd: Rrd, here: Path, command: str) -> None:
+    os.mkfifo("f.toml")
+    result = rrd(command, "f.toml")
+    assert result.exit_code == 78
+    assert result.stderr == "error: f.toml is not a regular file\nhint: a job is a text file\n"
+
+
+def test_a_pipe_in_the_spool_is_refused_too(rrd: Rrd, here: Path, state: Path) -> None:
+    (state / "jobs.d").mkdir(parents=True)
+    os.mkfifo(state / "jobs.d/a.toml")
+    result = rrd("submit", write(here / "a.toml", GOOD))
+    assert (result.exit_code, result.stderr.splitlines()[0]) == (
+        78, f"error: {state}/jobs.d/a.toml is not a regular file")
+
+
 def test_check_as_json(rrd: Rrd, here: Path) -> None:
     write(here / "good.toml", GOOD.replace("data.txt", "later.txt"))
     write(here / "bad.toml", GOOD + "lr = 2\n")

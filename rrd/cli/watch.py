@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import time
 from collections import deque
@@ -27,8 +28,15 @@ LOG_LINES = 2000
 """Events of a job that can be scrolled back to."""
 
 
+def _number(ctx: click.Context, param: click.Parameter, value: float | None) -> float | None:
+    """``value``, which click's range lets through as nan too: that is neither below nor above anything."""
+    if value is not None and math.isnan(value):
+        raise click.BadParameter("nan is no number of seconds; the range is 0.2<=x<=3600.")
+    return value
+
+
 @click.command()
-@click.option("--interval", type=click.FloatRange(0.2, 3600), metavar="SECONDS",
+@click.option("--interval", type=click.FloatRange(0.2, 3600), metavar="SECONDS", callback=_number,
               help="Between two looks; 1, or 10 where there is no terminal.")
 @where
 def watch(interval: float | None, where: Where) -> None:

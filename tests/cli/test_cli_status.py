@@ -196,6 +196,12 @@ def test_watch_off_a_terminal_ends_with_the_daemon(rrd: Rrd, daemon: FakeDaemon)
     assert "code-a: running, step 150/1500" in result.stdout
 
 
+@pytest.mark.parametrize("seconds", ["nan", "inf", "0", "-1", "soon"])
+def test_watch_wants_an_interval_it_can_keep(rrd: Rrd, daemon: FakeDaemon, seconds: str) -> None:
+    result = rrd("watch", "--interval", seconds)
+    assert result.exit_code == 2 and "Invalid value for '--interval'" in result.stderr
+
+
 def test_sparkline() -> None:
     assert sparkline([1, 2, 3, 4, 5, 6, 7, 8]) == "▁▂▃▄▅▆▇█"
     assert sparkline([2, 2]) == "▄▄"

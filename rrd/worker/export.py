@@ -7,6 +7,8 @@ the exit code is that of the error.
 from __future__ import annotations
 
 import argparse
+import errno
+import os
 import sys
 from pathlib import Path
 
@@ -14,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rrd import checkpoint
-from rrd.errors import BadJob, Damaged, RrdError
+from rrd.errors import BadJob, Damaged, Denied, DiskTrouble, RrdError
 from rrd.job import JOB_FILE, JobSpec, parse_job
 from rrd.train import export
 from rrd.train.state import TENSORS, named_parameters
@@ -24,17 +26,28 @@ def main(argv: list[str]) -> int:
     args = _arguments().parse_args(argv)
     try:
         spec = parse_job(JOB_FILE, (args.job_dir / JOB_FILE).read_bytes())
+        _check_may_write(args.output)
         step, tensors = _tensors(args.job_dir, args.step)
         for note in _write(spec, tensors, args.output, step, merged=args.merged):
             print(note, file=sys.stderr)
-    except RrdError as e:
-        print(f"rrd: {e}", file=sys.stderr)
-        return e.exit_code
-    except OSError as e:
-        print(f"rrd: {e}", file=sys.stderr)
-        return 1
+    except (RrdError, OSError) as e:
+        fault = _blame(e, args.output)
+        print(f"rrd: {fault}", file=sys.stderr)
+        return fault.exit_code
     print(f"{args.output}: step {step}")
     return 0
+
+
+def _blame(e: RrdError | OSError, output: Path) -> RrdError:
+    """The fault as the person who exports meets it: there is no daemon here whose disk or rights it could be."""
+    cause = e if isinstance(e, OSError) else e.__cause__
+    if isinstance(cause, PermissionError):
+        return Denied(f"no permission: {cause.filename or output}", hint="name a directory of your own, or use sudo")
+    if isinstance(cause, OSError) and not isinstance(e, (BadJob, Damaged)):
+        return DiskTrouble(f"{(cause.strerror or str(cause)).lower()}: {cause.filename or output}",
+                           hint="free space or mend the disk, and export again")
+    assert isinstance(e, RrdError)
+    return e
 
 
 def _arguments() -> argparse.ArgumentParser:
@@ -46,8 +59,18 @@ def _arguments() -> argparse.ArgumentParser:
     return parser
 
 
+def _check_may_write(output: Path) -> None:
+    """Asked before the tensors are read, which may take minutes. Raises PermissionError."""
+    above = next(p for p in Path(os.path.realpath(output)).parents if os.path.lexists(p))
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(above))
+
+
 def _tensors(job_dir: Path, step: int | None) -> tuple[int, dict[str, Tensor]]:
-    """The trained tensors of one checkpoint, every byte checked. Nothing is put aside: the daemon may be at work."""
+    """The trained tensors of the newest whole checkpoint, every byte checked; on stderr, which newer ones are damaged.
+
+    Nothing is put aside: the daemon may be at work.
+    """
     found = [(n, p) for n, p in checkpoint.listing(job_dir) if step is None or n == step]
     if not found:
         which = "no checkpoint" if step is None else f"no checkpoint of step {step}"
@@ -57,10 +80,14 @@ def _tensors(job_dir: Path, step: int | None) -> tuple[int, dict[str, Tensor]]:
         try:
             manifest = checkpoint.read_manifest(path)
             data = checkpoint.read_bytes(path, manifest, TENSORS)
-            return n, named_parameters(memoryview(data), str(path / TENSORS))
+            tensors = named_parameters(memoryview(data), str(path / TENSORS))
         except Damaged as e:
-            faults.append(e.message)
-    raise Damaged(f"no checkpoint of {job_dir.name} can be read: {faults[0]}")
+            faults.append((n, e.message))
+            continue
+        for newer, fault in faults:
+            print(f"the checkpoint of step {newer} is damaged and was skipped: {fault}", file=sys.stderr)
+        return n, tensors
+    raise Damaged(f"no checkpoint of {job_dir.name} can be read: {faults[0][1]}")
 
 
 def _write(spec: JobSpec, tensors: dict[str, Tensor], output: Path, step: int, *, merged: bool) -> list[str]:

@@ -77,7 +77,7 @@ def _exchange(run_dir: Path, request: bytes, until: float) -> bytes:
         raise TimeoutError from None
     except (OSError, EOFError):
         raise NotRunning(f"rrd is not running: nothing answers at {run_dir / SOCKET}",
-                         hint="start it with `systemctl start rrd`, or with `rrd run`") from None
+                         hint="start it: `systemctl start rrd` or `rrd daemon`, or `rrd run` with jobs") from None
 
 
 def _read_line(s: socket.socket, until: float) -> bytes:

@@ -17,7 +17,7 @@ from typing import Any
 from rrd import __version__, durable
 from rrd.config import Config, is_service
 from rrd.control import Control
-from rrd.errors import BadJob, RrdError
+from rrd.errors import BadJob, Denied, RrdError
 from rrd.gate import make_gate
 from rrd.handle import Nursery
 from rrd.herald import Herald
@@ -61,6 +61,7 @@ class Daemon:
         self.herald = Herald(lambda: self.config, lambda: self.scheduler.jobs.values(), self.keeper, journal)
         self.watch = Watch(config.jobs_dir, rescan_seconds=config.rescan_seconds)
         self.spool: Spool | None = None
+        self.control: Control | None = None
         self._wake = asyncio.Event()
         self._stop = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -75,7 +76,7 @@ class Daemon:
         with durable.lock(self.config.state_dir / "lock", what=f"the state directory {self.config.state_dir}"):
             self._catch_signals()
             await self._recall()
-            control = Control(self.config.control_socket, self.config.group, self._verbs(), self._audit)
+            control = self.control = Control(self.config.control_socket, self.config.group, self._verbs(), self._audit)
             await control.start()
             web = self._start_web()
             self._start_lanes()
@@ -247,9 +248,20 @@ class Daemon:
             self._disk = await asyncio.to_thread(durable.space, self.config.state_dir)
             start = time.monotonic()
             snapshot = self.snapshot()
+            await self._keep_reachable()
             cost = time.monotonic() - start  # grows with the jobs known; the loop should not feel it
             await asyncio.to_thread(self._write_status, snapshot)
             await asyncio.sleep(max(STATUS_SECONDS, 100 * cost))
+
+    async def _keep_reachable(self) -> None:
+        """Somebody may tidy up the runtime directory under us; without its socket nobody could say a word to us."""
+        if self.control is None or self.config.control_socket.exists() or self._stop.is_set():
+            return
+        with contextlib.suppress(OSError, RrdError):
+            durable.make_dir(self.config.run_dir)
+            await self.control.stop()
+            await self.control.start()
+            self.journal.event(Kind.CONTROL, "warning", f"the control socket was gone and is back: {self.control.path}")
 
     def _write_status(self, snapshot: Snapshot) -> None:
         with contextlib.suppress(OSError, RrdError):  # only a convenience for when we are down
@@ -335,7 +347,8 @@ def make_dirs(config: Config) -> None:
         try:
             durable.make_dir(path)
         except OSError as e:
-            raise durable.trouble(e, path) from e
+            said = f"cannot make or use {path}: {(e.strerror or str(e)).lower()}"
+            raise Denied(said, hint="name another directory, or let this user write there") from e
     if not is_service(os.environ):
         with contextlib.suppress(OSError):  # the scan says what is wrong with it
             durable.make_dir(config.jobs_dir)

@@ -85,7 +85,10 @@ NEW = ".new-"
 def trouble(e: OSError, path: Path) -> DiskTrouble:
     """The sentence for an operating-system error while writing ``path``."""
     what = _TROUBLE.get(e.errno or 0) or (e.strerror or str(e)).lower()
-    return DiskTrouble(f"{what}: cannot write {path}", hint="free space or mend the disk; rrd goes on by itself")
+    hint = "free space or mend the disk; rrd goes on by itself"
+    if e.errno not in _TROUBLE:
+        hint = "see to it that rrd's user may write there"
+    return DiskTrouble(f"{what}: cannot write {path}", hint=hint)
 
 
 def write_new(path: Path, chunks: Iterable[Bytes], *, size: int = 0, disk: Disk = DISK) -> tuple[int, str]:

@@ -92,11 +92,13 @@ class Intake:
     def _note_refused(self, job: Job, spec: JobSpec, refused: set[str]) -> None:
         before, job.offered = job.refusal, spec if refused else None
         keys = ", ".join(f"`{k}`" for k in sorted(refused))
-        job.refusal = f"the edit of {keys} is not in force: it would change what is being trained" if refused else ""
+        anew = bool(refused) and identity(job.spec) != identity(spec)
+        why = "it would change what is being trained" if anew else "a running job does not take it over"
+        job.refusal = f"the edit of {keys} is not in force: {why}" if refused else ""
+        job.refusal_hint = (f"`rrd restart {job.id}` takes it over, from "
+                            + ("step 0" if anew else "the newest checkpoint")) if refused else ""
         if job.refusal and job.refusal != before:
-            cost = "step 0" if identity(job.spec) != identity(spec) else "the newest checkpoint"
-            self.scheduler.say(Kind.EDIT_REFUSED, job.refusal, job, level="warning",
-                               hint=f"`rrd restart {job.id}` takes it over, from {cost}")
+            self.scheduler.say(Kind.EDIT_REFUSED, job.refusal, job, level="warning", hint=job.refusal_hint)
 
     def _took_over(self, job: Job, taken: set[str]) -> None:
         s = self.scheduler

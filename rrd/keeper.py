@@ -86,7 +86,7 @@ def set_aside(job_dir: Path) -> None:
 
 
 def facts_of(spec: JobSpec) -> str:
-    """Sizes and times of the files a job depends on: when they change, a failed job is worth another try."""
+    """Sizes, times and rights of the files a job depends on: when they change, a failed job is worth another try."""
     named = [Path(name) for name in (spec.model, spec.data, spec.tokenizer, spec.eval_data) if name]
     return "; ".join(_fact(file) for path in named for file in (path, *_inside(path)))[:4000]
 
@@ -103,4 +103,4 @@ def _fact(file: Path) -> str:
         s = os.stat(file)
     except OSError as e:
         return f"{file.name} {e.errno}"
-    return f"{file.name} {s.st_size} {s.st_mtime_ns}"
+    return f"{file.name} {s.st_size} {s.st_mtime_ns} {s.st_mode:o} {s.st_uid}"

@@ -40,7 +40,7 @@ def attach(
         BadJob: a target that is no linear module of the model.
     """
     found = [(n, m) for n, m in model.named_modules() if isinstance(m, Linear) and _leaf(n) in set(targets)]
-    missing = [t for t in targets if t not in {_leaf(n) for n, _ in found}]
+    missing = [t for t in (*targets, *(ranks or {})) if t not in {_leaf(n) for n, _ in found}]
     if missing or not found:
         known = sorted({_leaf(n) for n, m in model.named_modules() if isinstance(m, Linear)})
         raise BadJob(f"the model has no linear module {missing[0]!r}" if missing else "lora_targets is empty",

@@ -45,6 +45,7 @@ class Job:
     offered: JobSpec | None = None
     """The job file as it stands now, where it asks for more than a running job can take over."""
     refusal: str = ""
+    refusal_hint: str = ""
     """Why ``offered`` is not in force, in one sentence."""
     restart: tuple[JobSpec, bool] | None = None
     """What to begin again with once it is off its die, and whether from step 0."""
@@ -297,7 +298,7 @@ class Job:
             return self.record.why, self.record.hint
         if self.disk_trouble:
             return f"its last checkpoint was not saved: {self.disk_trouble}", self.disk_hint
-        return self.refusal, "`rrd restart` takes it over" if self.refusal else ""
+        return self.refusal, self.refusal_hint
 
 
 def steps_of(spec: JobSpec, samples: int) -> int:

@@ -358,7 +358,7 @@ class Scheduler:
         assert job.restart is not None
         job.spec, fresh = job.restart
         job.restart = job.offered = None
-        job.refusal, job.prepared = "", False
+        job.refusal, job.refusal_hint, job.prepared = "", "", False
         job.output = str(output_of(job.id, job.spec, self.config))
         r = job.record
         r.crashes, r.failed_facts = 0, ""

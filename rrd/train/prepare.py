@@ -160,7 +160,10 @@ class _Builder:
         c = self.counts
         if c.unlabelled:
             return f"in all of its {c.records} records the prompt fills seq_len = {self.seq_len}: raise it"
-        return f"it has {c.records} records and {self.bad.count} bad lines"
+        if not self.bad.named:
+            return "it is empty"
+        line, reason = self.bad.named[0]
+        return f"none of its {count(self.bad.count, 'line')} can be used; line {line}: {reason}"
 
     def _chunks(self) -> Iterator[bytes]:
         cut = self._cut_text if self.source.is_text else self._cut_records

@@ -80,8 +80,12 @@ class Publication(Sealing):
 
 
 def check_output(output: Path) -> None:
-    """Whether a result may be written to ``output``. Raises BadJob unless it is free, empty or ours."""
+    """Whether a result may be written to ``output``. Raises BadJob unless it is free, empty or ours, and writable."""
     shown = one_line(str(output), 200)
+    above = next(p for p in output.parents if os.path.lexists(p))
+    if not os.access(above, os.W_OK | os.X_OK) or not above.is_dir():
+        raise BadJob(f"the output {shown} cannot be written: {above} is not for the daemon's user to write to",
+                     hint="name another output, or let that user write there; a service also needs ReadWritePaths=")
     if os.path.lexists(output) and not output.is_dir():
         raise BadJob(f"the output {shown} is there already, and no directory", hint="name another output")
     if output.is_dir() and _manifest(output) is None and any(output.iterdir()):

@@ -169,7 +169,7 @@ def test_why_a_job_is_where_it_is() -> None:
     hear(j, Progress(job="a", what="tokenizing the data", share=0.25))
     assert j.view().why == "tokenizing the data, 25%" and j.view().prepared == 0.25
     j = job()
-    j.refusal = "the edit of `lr` is not in force"
+    j.refusal, j.refusal_hint = "the edit of `lr` is not in force", "`rrd restart` takes it over"
     assert (j.view().why, j.view().hint) == ("the edit of `lr` is not in force", "`rrd restart` takes it over")
     j.record.why, j.record.hint = "the disk is full", "free space"
     assert (j.view().why, j.view().hint) == ("the disk is full", "free space")

@@ -30,6 +30,9 @@ class Verbs:
 
     def resume(self, job_id: str) -> str:
         job = self._job(job_id)
+        if job.state in ENDED:
+            hint = "" if job.state is JobState.DONE else f"`rrd restart {job.id}` carries on"
+            raise RrdError(f"{job.id} is {job.state}; there is nothing to resume", hint=hint)
         if job.spec.paused:
             raise BadJob(f"{job.id} is paused by its job file", hint=f"take `paused = true` out of {job.file}")
         if not job.record.user_paused:
@@ -42,7 +45,7 @@ class Verbs:
         job = self._job(job_id)
         if job.state in ENDED:
             raise RrdError(f"{job.id} is {job.state}; there is nothing to cancel")
-        job.restart = None
+        job.restart, job.record.user_paused = None, False
         hint = f"`rrd restart {job.id}` carries on"
         self.scheduler.end(job, Leave(JobState.CANCELLED, "cancelled by the user", hint))
         return f"{job.id} ends after its step in progress; its checkpoints are kept"

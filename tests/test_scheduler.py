@@ -494,6 +494,24 @@ def test_pause_and_resume_in_every_state(tmp_path: Path, state: str) -> None:
     story(tmp_path, tell, 1, jobs_per_die=1)
 
 
+def test_what_was_cancelled_in_its_pause_is_not_said_to_carry_on(tmp_path: Path) -> None:
+    async def tell(w: World) -> None:
+        w.drop("a")
+        await w.until_step("a", 13)
+        w.verbs.pause("a")
+        await w.until(lambda: w.state("a") == "paused" and w.job("a").die is None)
+        w.verbs.cancel("a")
+        assert not w.keeper.records["a"].user_paused
+        with pytest.raises(RrdError, match=r"a is cancelled; there is nothing to resume \(`rrd restart a` carries on"):
+            w.verbs.resume("a")
+        w.verbs.restart("a")
+        await w.until_done("a")
+        with pytest.raises(RrdError, match=r"a is done; there is nothing to resume$"):
+            w.verbs.resume("a")
+
+    story(tmp_path, tell, 1)
+
+
 @pytest.mark.parametrize("state", STATES)
 def test_pause_then_resume_at_once_in_every_state(tmp_path: Path, state: str) -> None:
     async def tell(w: World) -> None:

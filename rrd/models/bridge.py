@@ -153,6 +153,7 @@ class Bridge:
     """The family, for the registry; the last one to be asked."""
 
     name = "transformers"
+    reads = ("the other causal language models of transformers",)
     lora_targets: tuple[str, ...] = ()
     """The model's own: see ``BridgeConfig``."""
 

@@ -132,6 +132,7 @@ class Llama:
     """The family, for the registry."""
 
     name = "llama"
+    reads = MODEL_TYPES
     lora_targets = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
     def matches(self, config: Mapping[str, Any], keys: Collection[str]) -> bool:

@@ -130,6 +130,11 @@ class Family(Protocol):
         """The module tree, to be called under the meta device; ``compute``: the dtype of activations."""
 
 
+def reads_of(family: Family) -> tuple[str, ...]:
+    """What the family reads, as people call it: its ``reads``, or its own name."""
+    return getattr(family, "reads", (family.name,))
+
+
 def recipe_of(family: Family) -> Recipe:
     """The family's ``recipe``, or the usual one."""
     return getattr(family, "recipe", Recipe())
@@ -162,7 +167,7 @@ def family_of(config: Mapping[str, Any], keys: Collection[str], *, where: str = 
     kind = config.get("model_type")
     raise BadJob(
         f"no family knows this model (model_type {kind!r})", file=where,
-        hint="rrd reads " + ", ".join(f.name for f in families()),
+        hint="rrd reads " + ", ".join(name for f in families() for name in reads_of(f)),
     )
 
 

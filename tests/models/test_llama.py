@@ -102,7 +102,7 @@ REFUSED = {
     "partial_rotary_factor": {"partial_rotary_factor": 0.5},
     "gives no usable hidden_size": {"hidden_size": "64"},
     "is quantized": {"quantization_config": {"bits": 4}},
-    "no family knows this model (model_type 'mystery')": {"model_type": "mystery"},
+    "(model_type 'mystery') (rrd reads llama, mistral, qwen2, qwen3, rwkv7, the other": {"model_type": "mystery"},
     "lacks layer 9999999": {"num_hidden_layers": 10_000_000},
     "in shape [112, 64], and its config.json says [100, 64]": {"intermediate_size": 100},
     "lacks lm_head.weight": {},

@@ -13,11 +13,11 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from rrd import toml
+from rrd import job_keys, toml
 from rrd.errors import BadJob
 from rrd.job_keys import MAX_STEPS, AbsPath, Betas, Cadence, Die, Names, Quantize, Ranks, StepsOrAuto, parse_duration
 from rrd.text import one_line
@@ -55,6 +55,7 @@ class JobSpec(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False,
                               use_attribute_docstrings=True)
+    ALIASES: ClassVar[Mapping[str, str]] = job_keys.ALIASES
 
     model: AbsPath
     """Base model: a directory with safetensors files, and `config.json` where the family has one; or one such file."""

@@ -17,6 +17,20 @@ from rrd.toml import Fault, show
 
 MAX_STEPS = 10**9
 
+ALIASES = {
+    "learning_rate": "lr", "batch": "batch_size", "per_device_train_batch_size": "batch_size",
+    "micro_batch_size": "batch_size", "rank": "lora_rank", "r": "lora_rank", "lora_r": "lora_rank",
+    "alpha": "lora_alpha", "dropout": "lora_dropout", "target_modules": "lora_targets", "use_rslora": "lora_rs",
+    "accumulation": "grad_accum", "gradient_accumulation": "grad_accum", "gradient_accumulation_steps": "grad_accum",
+    "max_seq_len": "seq_len", "max_seq_length": "seq_len", "max_length": "seq_len", "context": "seq_len",
+    "context_length": "seq_len", "ctx_len": "seq_len", "dataset": "data", "train_data": "data", "base_model": "model",
+    "model_name_or_path": "model", "output_dir": "output", "num_train_epochs": "epochs", "num_epochs": "epochs",
+    "lr_scheduler_type": "schedule", "scheduler": "schedule", "warmup": "warmup_steps", "max_grad_norm": "clip_norm",
+    "save_steps": "checkpoint_every", "eval_steps": "eval_every", "device": "die", "gpu": "die",
+    "load_in_8bit": "quantize",
+}
+"""Other tools' words for our keys. They are not taken, only understood: the error names the key that was meant."""
+
 _UNITS = {"s": 1, "sec": 1, "second": 1, "min": 60, "m": 60, "minute": 60, "h": 3600, "hour": 3600, "d": 86400,
           "day": 86400}
 

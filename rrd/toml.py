@@ -41,8 +41,10 @@ def read(data: bytes) -> dict[str, Any]:
         raise _syntax(text, str(e)) from None
     except RecursionError:
         raise Fault("values are nested too deeply", hint="the file should be flat: `key = value` lines") from None
-    except ValueError as e:  # an integer of more digits than Python converts
-        raise Fault(f"a number is out of every range: {one_line(str(e), 60)}") from None
+    except ValueError:  # an integer of more digits than Python converts
+        digits = re.search(r"\d[\d_]{999,}", text)
+        line = text.count("\n", 0, digits.start()) + 1 if digits else 0
+        raise Fault("a number has thousands of digits", hint="no key takes such a number", line=line) from None
 
 
 def decode(data: bytes) -> str:
@@ -65,6 +67,10 @@ def _syntax(text: str, said: str) -> Fault:
     line = int(where[1]) if where and where[1] else text.count("\n") + (not text.endswith("\n"))
     message = said[: where.start()] if where else said
     shown = (text.split("\n")[line - 1 : line] or [""])[0]
+    if message == "Cannot overwrite a value":
+        key = _KEY.match(shown) or _TABLE.match(shown)
+        what = f"`{one_line(key[key.lastindex or 0].strip(), 100)}`" if key else "a key"
+        return Fault(f"{what} stands twice", hint="keep one of the two", line=line)
     return Fault(one_line(f"not TOML: {message[:1].lower()}{message[1:]}", 200), hint=_syntax_hint(shown), line=line)
 
 
@@ -106,7 +112,7 @@ def _fault(model: type[BaseModel], error: Any, text: str) -> Fault:
     if kind == "missing":
         message, hint = f"{named} is missing", f"add a line `{loc[-1]} = …`: {summary(model, loc)}"
     elif kind == "extra_forbidden":
-        message, hint = f"unknown key {named}", did_you_mean(str(loc[-1]), keys_at(model, loc[:-1]))
+        message, hint = f"unknown key {named}", _key_meant(model, loc)
     elif own:
         message, hint = f"{named} {own.message}" if key else own.message, own.hint
     else:
@@ -138,6 +144,13 @@ def _quotes_hint(kind: str, given: object, ctx: Mapping[str, Any]) -> str:
     if isinstance(given, str) and kind in {"int_type", "float_type", "bool_type"}:
         return "write it without quotes"
     return "write it in quotes" if kind == "string_type" else ""
+
+
+def _key_meant(model: type[BaseModel], loc: tuple[str | int, ...]) -> str:
+    """What the unknown key at ``loc`` may be: what its table's ``ALIASES`` say, else a known one that looks like it."""
+    at, word = _model_at(model, loc[:-1]), str(loc[-1])
+    alias = getattr(at, "ALIASES", {}).get(word.lower().replace("-", "_"))
+    return f"did you mean `{alias}`?" if alias else did_you_mean(word, keys_at(model, loc[:-1]))
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rrd import checkpoint
+from rrd import checkpoint, toml
 from rrd.job import JobSpec, changes, identity, output_of, with_live
 from rrd.journal import Kind
 from rrd.ledger import Record
@@ -103,7 +103,7 @@ class Intake:
     def _took_over(self, job: Job, taken: set[str]) -> None:
         s = self.scheduler
         s.keeper.save(job, spec=True)
-        s.say(Kind.EDIT_TAKEN, "now " + ", ".join(f"{k} = {getattr(job.spec, k)!r}" for k in sorted(taken)), job)
+        s.say(Kind.EDIT_TAKEN, "now " + ", ".join(_as_written(k, getattr(job.spec, k)) for k in sorted(taken)), job)
         if job.lane and "weight" in taken:
             s.lanes[job.lane].rotation.set_weight(job.id, job.spec.weight)
         if "paused" in taken:
@@ -141,6 +141,11 @@ class Intake:
         self.rejected = dict(rejected)
 
     def rejected_views(self) -> list[RejectedView]:
-        """The files that do not count, for the snapshot."""
+        """The files that do not count, by name, for the snapshot."""
         return [RejectedView(file=r.file, line=r.line, key=r.key, message=r.sentence, hint=r.hint)
-                for r in self.rejected.values()]
+                for _, r in sorted(self.rejected.items())]
+
+
+def _as_written(key: str, value: object) -> str:
+    """``paused = true``, as in the job file; a key that does not stand there has no value to show."""
+    return f"{key} left out" if value is None else toml.dump({key: value}).rstrip()

@@ -18,6 +18,7 @@ from rrd.ledger import Record
 from rrd.messages import Load, Run
 from rrd.spool import Rejection
 from rrd.states import JobState
+from rrd.toml import dump
 
 
 def story(tmp: Path, tell: Callable[[World], Awaitable[None]], *lanes: int, **config: Any) -> None:
@@ -143,7 +144,8 @@ def test_a_live_edit_is_in_force_at_the_next_visit(tmp_path: Path, key: str) -> 
         await w.until_step("a", 13)
         value, holds = LIVE[key]
         w.drop("a", **{**base, key: value})
-        assert len(w.journal.of(Kind.EDIT_TAKEN)) == 1 and f"{key} = {value!r}" in w.journal.of(Kind.EDIT_TAKEN)[0]
+        said = w.journal.of(Kind.EDIT_TAKEN)
+        assert len(said) == 1 and dump({key: value}).rstrip() in said[0]
         assert getattr(w.keeper.specs["a"], key) == value  # and after a new start
         loads = sum(isinstance(o, Load) for o in w.workers.orders)
         visits = [o for o in w.workers.orders if isinstance(o, Run)]
@@ -371,6 +373,25 @@ def test_an_announced_checkpoint_that_is_gone_fails_the_job_instead_of_starting_
         await w.until_done("a")
 
     story(tmp_path, tell)
+
+
+def test_an_edit_is_said_in_the_words_of_the_file(tmp_path: Path) -> None:
+    async def tell(w: World) -> None:
+        w.drop("a", export_every=6, on_nan="skip")
+        await w.until_step("a", 3)
+        w.drop("a", paused=True)
+        said = w.journal.of(Kind.EDIT_TAKEN)
+        assert [s for s in said if 'now export_every left out, on_nan = "stop", paused = true' in s] == said != []
+
+    story(tmp_path, tell, 1)
+
+
+def test_files_that_do_not_count_are_listed_by_name(tmp_path: Path) -> None:
+    async def tell(w: World) -> None:
+        w.intake.rejected = {f"{n}.toml": Rejection(f"{n}.toml", "no") for n in "cab"}
+        assert [r.file for r in w.intake.rejected_views()] == ["a.toml", "b.toml", "c.toml"]
+
+    story(tmp_path, tell, 1)
 
 
 def test_jobs_of_the_ledger_go_on_before_the_spool_can_be_read(tmp_path: Path) -> None:

@@ -150,7 +150,7 @@ def _why(job: Candidate, wished: list[DieFacts], dies: Sequence[DieFacts], kept:
 
 
 def _no_such_die(wish: str | int, dies: Sequence[DieFacts]) -> str:
-    names = ", ".join(one_line(die.name) for die in dies) or "none"
+    names = ", ".join(one_line(die.name) for die in sorted(dies, key=lambda die: die.index)) or "none"
     return f"there is no die {one_line(repr(wish))}; the dies are {names}"
 
 

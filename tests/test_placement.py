@@ -66,7 +66,7 @@ def test_wishes_by_index_name_uuid_and_pci_address() -> None:
     dies = [DieFacts(0, "x", "k80-a", uuid="GPU-1A", pci="0000:05:00.0"), DieFacts(1, "x", "k80-b", uuid="GPU-1B")]
     for wish, die in ((1, 1), ("1", 1), ("k80-b", 1), ("gpu-1a", 0), ("0000:05:00.0", 0), ("auto", 0)):
         assert place([Candidate("a", wish)], dies)[0] == [("a", die)]
-    assert place([Candidate("a", 7)], dies) == ([], {"a": "there is no die 7; the dies are k80-a, k80-b"})
+    assert place([Candidate("a", 7)], dies[::-1]) == ([], {"a": "there is no die 7; the dies are k80-a, k80-b"})
     _, waits = place([Candidate("a", "gpu\x1b0"), Candidate("b", "")], dies)
     assert waits["a"] == "there is no die 'gpu\\x1b0'; the dies are k80-a, k80-b"
     assert waits["b"].startswith("there is no die ''")

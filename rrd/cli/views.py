@@ -162,6 +162,8 @@ def _progress(j: JobView) -> str:
     if j.state is S.PREPARING and j.prepared is not None:
         return f"preparing its data, {j.prepared:.0%} done"
     of = f" of {j.target_steps} ({percent(j)} %)" if j.target_steps else ""
+    if j.target_steps and j.step > j.target_steps:  # shortened on its way
+        of = f" (its file now asks for {j.target_steps})"
     eta = f", {duration(j.eta_seconds)} left" if j.eta_seconds is not None else ""
     return f"{j.step}{of}, epoch {j.epoch:.2f}{eta}"
 

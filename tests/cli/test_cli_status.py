@@ -67,6 +67,12 @@ def test_everything_about_one_job(rrd: Rrd, daemon: FakeDaemon) -> None:
     assert "hint        put it there" in failed
 
 
+def test_a_job_shortened_below_its_step_is_at_no_percentage(rrd: Rrd, daemon: FakeDaemon) -> None:
+    daemon.show(snapshot(job("code-a", step=10060, target_steps=5)))
+    shown = rrd("status", "code-a").stdout
+    assert "10060 (its file now asks for 5)," in shown and "100 %" not in shown
+
+
 def test_an_unknown_job(rrd: Rrd, daemon: FakeDaemon) -> None:
     daemon.show(busy())
     result = rrd("status", "cod-a")

@@ -79,20 +79,44 @@ class Control:
         finally:
             writer.close()
 
-    def _answer(self, line: bytes, uid: int) -> bytes:
+    def _understand(self, line: bytes) -> tuple[Callable[..., Any], dict[str, Any]]:
+        """The verb that ``line`` asks for, and its arguments. Raises _Nonsense."""
         try:
             request = json.loads(line)
-            verb = self.verbs[request.pop("verb")]
-            result = verb(**request)
+        except (ValueError, RecursionError):
+            raise _Nonsense("it is not JSON") from None
+        name = request.pop("verb", None) if isinstance(request, dict) else None
+        if not isinstance(name, str):
+            raise _Nonsense("it names no verb")
+        if name not in self.verbs:
+            raise _Nonsense(f"there is no verb {one_line(name, 40)}, only {', '.join(sorted(self.verbs))}")
+        return self.verbs[name], request
+
+    def _answer(self, line: bytes, uid: int) -> bytes:
+        try:
+            verb, args = self._understand(line)
+            try:
+                result = verb(**args)
+            except (TypeError, KeyError) as e:
+                given = ", ".join(map(repr, args)) or "nothing"
+                raise _Nonsense(f"{verb.__name__} cannot be asked with {one_line(given, 100)}") from e
             self.audit(verb.__name__, uid)
         except RrdError as e:
             return _error(e.message, e.hint, e.exit_code)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
-            return _error(f"this is no request of ours: {one_line(f'{type(e).__name__}: {e}', 200)}", "", 2)
         except Exception as e:
             traceback.print_exc()
             return _error(one_line(f"{type(e).__name__}: {e}", 200), "this is a bug of rrd; its log has the stack", 1)
         return (result if isinstance(result, bytes) else json.dumps({"ok": True, "result": result}).encode()) + b"\n"
+
+
+class _Nonsense(RrdError):
+    """A line that is no request."""
+
+    exit_code = 2
+
+    def __init__(self, why: str) -> None:
+        hint = 'a request is a line such as {"verb": "pause", "job": "code"}'
+        super().__init__(f"this is no request of ours: {why}", hint=hint)
 
 
 async def _line(reader: asyncio.StreamReader) -> bytes:

@@ -126,6 +126,8 @@ def test_nonsense_gets_one_sentence_and_the_next_line_is_heard(tmp_path: Path, l
         said = await ask(streams, line)
         assert said["ok"] is False and said["error"]["exit_code"] == 2
         assert said["error"]["message"].startswith("this is no request of ours: ")
+        assert said["error"]["hint"].startswith("a request is a line such as")
+        assert "Error" not in said["error"]["message"]
         assert said["error"]["message"].isprintable() and len(said["error"]["message"]) < 300
         assert await ask(streams, PAUSE) == PAUSED
 

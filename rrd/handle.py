@@ -285,6 +285,7 @@ class Worker:
             if not self.alive:
                 return
             self._signal(number)
+            self._signal(signal.SIGCONT)  # one that was stopped is told nothing but this, and SIGKILL
             if await self._wait_end(seconds):
                 return
         self.end = f"the worker {reason} and cannot be killed"

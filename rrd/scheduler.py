@@ -222,7 +222,7 @@ class Scheduler:
             self.meters.save(die.name, report.seconds)
             self.say(Kind.CHECKPOINT, f"checkpoint of step {report.step} is safe ({report.bytes / 1e6:.1f} MB in "
                      f"{duration(report.seconds)})", job)
-        elif isinstance(report, CommitFailed):
+        elif isinstance(report, CommitFailed) and not job.held:  # said already
             self.say(Kind.CHECKPOINT_FAILED, f"the checkpoint of step {report.step} was not saved: {report.message}",
                      job, level="error", hint=report.hint)
         elif isinstance(report, Evaluated):

@@ -109,8 +109,9 @@ class Box:
 
         self.wait(done, f"{names} were never done")
 
-    def tail(self) -> str:
-        return self.log.read_text(errors="replace")[-6000:] if self.log.exists() else ""
+    def tail(self, n: int = 6000) -> str:
+        """The end of its log."""
+        return self.log.read_text(errors="replace")[-n:] if self.log.exists() else ""
 
     # --- looking ---
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from boxes import toy_keys, write_job
+from boxes import box, toy_keys, write_job
 from rwkv_toys import make_rwkv
 from safetensors.torch import load_file
 
 from rrd.models import build, load_base
+from rrd.ops import native
 
 
 def test_a_run_from_job_file_to_a_model_that_the_rwkv_package_runs(tmp_path: Path) -> None:
@@ -25,6 +29,7 @@ def test_a_run_from_job_file_to_a_model_that_the_rwkv_package_runs(tmp_path: Pat
     write_job(jobs, "lora", **keys)
     write_job(jobs, "full", **{**keys, "method": "full", "lr": 1e-3, "export_merged": False, "model": str(model)})
     state = tmp_path / "state"
+    bring_kernels(state / "cache")
     run = subprocess.run([sys.executable, "-m", "rrd", "run", "--config", str(jobs), "--state", str(state)],
                          capture_output=True, text=True, timeout=240, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert run.returncode == 0, run.stdout + run.stderr
@@ -45,3 +50,30 @@ def assert_the_peer_agrees(tensors: dict[str, torch.Tensor], ours: Path, tmp_pat
         idx.tolist(), None, full_output=True)
     with torch.no_grad():
         torch.testing.assert_close(build(load_base(ours))(idx[None])[0], expected, atol=1e-4, rtol=1e-4)
+
+
+def bring_kernels(cache: Path) -> None:
+    """What this machine has built before, so that not every box builds it again."""
+    if native.kernels() is not None:
+        shutil.copytree(native.default_cache_dir() / "kernels", cache / "kernels")
+
+
+def test_killed_and_in_pieces_it_gives_the_same_bytes(tmp_path: Path) -> None:
+    """I1 for a model with states, compiled kernels and samples in pieces."""
+    make_rwkv(tmp_path / "rwkv7")
+    keys = toy_keys(tmp_path, model=str(tmp_path / "rwkv7"), chunk_len=16, checkpoint_every=4)
+    digests = []
+    for kills in (0, 2):
+        with box(tmp_path / f"killed-{kills}", "cpu_dies = 1\n") as b:
+            bring_kernels(b.root / "cache")
+            b.start()
+            write_job(b.jobs_dir, "job", **keys)
+            for i in range(kills):
+                b.wait_job("job", lambda j, i=i: j.step >= 6 + 8 * i)  # type: ignore[misc]
+                for pid in b.worker_pids():
+                    os.kill(pid, signal.SIGKILL)
+            b.wait_done("job")
+            digests.append(b.adapter("job"))
+            lines = (b.state / "jobs" / "job" / "history.jsonl").read_text().splitlines()
+            assert [json.loads(line)["step"] for line in lines] == list(range(1, 31))
+    assert digests[0] == digests[1]

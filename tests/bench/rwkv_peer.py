@@ -1,0 +1,89 @@
+"""The peer: RWKV-7 in plain torch with the recurrence token by token, as public training code falls back to on CPUs.
+
+BlinkDL's RWKV-LM (``RWKV-v7/train_temp/src/model.py``, the demo's ``RWKV7_OP``), reduced to what trains: autograd,
+torch.optim.AdamW, logits whole. LoRA as PEFT computes it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class Peer(nn.Module):
+    """``tensors`` by BlinkDL's names. ``rank`` > 0: only adapters on all linears of the blocks are trained."""
+
+    def __init__(self, tensors: dict[str, Tensor], rank: int) -> None:
+        super().__init__()
+        self.C = tensors["emb.weight"].shape[1]
+        self.L = 1 + max(int(n.split(".")[1]) for n in tensors if n.startswith("blocks."))
+        self.w = nn.ParameterDict({n.replace(".", "_"): nn.Parameter(t.clone(), requires_grad=not rank)
+                                   for n, t in tensors.items()})
+        self.lora = nn.ParameterDict()
+        for name, t in tensors.items():
+            if rank and name.startswith("blocks.") and t.dim() == 2 and name.endswith(".weight"):
+                key = name.replace(".", "_")
+                self.lora[key + "_A"] = nn.Parameter(torch.randn(rank, t.shape[1]) / math.sqrt(t.shape[1]))
+                self.lora[key + "_B"] = nn.Parameter(torch.zeros(t.shape[0], rank))
+
+    def get(self, name: str) -> Tensor:
+        return self.w[name.replace(".", "_")]
+
+    def linear(self, name: str, x: Tensor) -> Tensor:
+        y = x @ self.get(f"{name}.weight").T
+        key = f"{name}.weight".replace(".", "_")
+        if key + "_A" in self.lora:
+            y = y + (x @ self.lora[key + "_A"].T) @ self.lora[key + "_B"].T * 2.0
+        return y
+
+    def norm(self, name: str, x: Tensor) -> Tensor:
+        return F.layer_norm(x, (self.C,), self.get(f"{name}.weight"), self.get(f"{name}.bias"))
+
+    def forward(self, idx: Tensor) -> Tensor:
+        x, v_first = self.norm("blocks.0.ln0", F.embedding(idx, self.get("emb.weight"))), None
+        for i in range(self.L):
+            at = f"blocks.{i}"
+            y, v_first = self.time_mix(f"{at}.att", self.norm(f"{at}.ln1", x), v_first)
+            x = x + y
+            n = self.norm(f"{at}.ln2", x)
+            k = n + (F.pad(n, (0, 0, 1, -1)) - n) * self.get(f"{at}.ffn.x_k")
+            x = x + self.linear(f"{at}.ffn.value", torch.relu(self.linear(f"{at}.ffn.key", k)) ** 2)
+        return self.norm("ln_out", x) @ self.get("head.weight").T
+
+    def time_mix(self, at: str, x: Tensor, v_first: Tensor | None) -> tuple[Tensor, Tensor]:
+        (B, T, C), H, N = x.shape, self.C // 64, 64
+
+        def p(name: str) -> Tensor:
+            return self.get(f"{at}.{name}")
+
+        xx = F.pad(x, (0, 0, 1, -1)) - x
+        xr, xw, xk, xv, xa, xg = (x + xx * p(f"x_{s}") for s in "rwkvag")
+        r, k, v = self.linear(f"{at}.receptance", xr), self.linear(f"{at}.key", xk), self.linear(f"{at}.value", xv)
+        w = -F.softplus(-(p("w0") + torch.tanh(xw @ p("w1")) @ p("w2"))) - 0.5
+        if v_first is None:
+            v_first = v
+        else:
+            v = v + (v_first - v) * torch.sigmoid(p("v0") + (xv @ p("v1")) @ p("v2"))
+        a = torch.sigmoid(p("a0") + (xa @ p("a1")) @ p("a2"))
+        g = torch.sigmoid(xg @ p("g1")) @ p("g2")
+        kk = F.normalize((k * p("k_k")).view(B, T, H, N), dim=-1)
+        k = k * (1 + (a - 1) * p("k_a"))
+        y = recurrence(r, w, k, v, -kk.view(B, T, C), (kk * a.view(B, T, H, N)).view(B, T, C))
+        y = F.group_norm(y.view(B * T, C), H, p("ln_x.weight"), p("ln_x.bias"), 64e-5).view(B, T, C)
+        rk = (r.view(B, T, H, N) * k.view(B, T, H, N) * p("r_k")).sum(-1, keepdim=True)
+        return self.linear(f"{at}.output", (y + (rk * v.view(B, T, H, N)).view(B, T, C)) * g), v_first
+
+
+def recurrence(r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    B, T, C = r.shape
+    H, N = C // 64, 64
+    r, w, k, v, a, b = (t.view(B, T, H, N) for t in (r, torch.exp(-torch.exp(w)), k, v, a, b))
+    state, ys = torch.zeros(B, H, N, N), []
+    for t in range(T):
+        sa = state @ a[:, t, :, :, None]
+        state = state * w[:, t, :, None, :] + sa @ b[:, t, :, None, :] + v[:, t, :, :, None] @ k[:, t, :, None, :]
+        ys.append((state @ r[:, t, :, :, None]).view(B, 1, C))
+    return torch.cat(ys, 1)

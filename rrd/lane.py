@@ -101,6 +101,7 @@ class Lane:
 
     async def run(self) -> None:
         """Visits, one after another, until ``stopping``."""
+        await self._look_at_cards()
         while not self.stopping:
             self._wake.clear()
             start = self.monotonic()
@@ -113,6 +114,17 @@ class Lane:
                 self.seconds += self.monotonic() - start
             else:
                 await self._sleep(start)
+
+    async def _look_at_cards(self) -> None:
+        """Have each card say what it is: jobs may wish for one by UUID, and placement counts its memory."""
+        for die in [d for d in self.dies.values() if d.spec.device != "cpu" and not self.stopping]:
+            try:
+                async with self._granted(die):
+                    await self._worker(die)
+            except TryLater as e:
+                self._refused(die, e.message)
+            except WorkerGone as e:
+                self._crashed(None, die, e.message)
 
     async def _sleep(self, now: float) -> None:
         errands = (self._due(self.jobs[j]) for j in self._errands)

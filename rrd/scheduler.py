@@ -27,6 +27,7 @@ from rrd.messages import (
     Loaded,
     Message,
     Prepared,
+    Ready,
     Step,
     VisitDone,
 )
@@ -215,6 +216,8 @@ class Scheduler:
     def heard(self, job: Job | None, die: Die, report: Message) -> None:
         if isinstance(report, Step):
             self.meters.step(die.name, report.seconds)
+        elif isinstance(report, Ready):
+            self.changed()  # a job may have waited for just this die
         elif job is None:
             return
         elif isinstance(report, Committed):

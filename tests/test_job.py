@@ -203,8 +203,8 @@ def test_durations(text: str, seconds: float) -> None:
 
 def test_relative_paths_count_from_a_base_when_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/ada")
-    spec = parse_job("x.toml", b'model = "~/m"\ndata = "../d"\noutput = "o/"', base=Path("/work/here"))
-    assert (spec.model, spec.data, spec.output) == ("/home/ada/m", "/work/d", "/work/here/o")
+    spec = parse_job("x.toml", b'model = "~/m"\ndata = "../d"\noutput = "o/"', base=Path("/srv/here"))
+    assert (spec.model, spec.data, spec.output) == ("/home/ada/m", "/srv/d", "/srv/here/o")
 
 
 @pytest.mark.parametrize(("name", "job_id"), [

@@ -50,13 +50,13 @@ class Host:
 
 
 class Bench:
-    """One lane of ``dies`` CPU dies, its gate and its workers."""
+    """One lane of ``dies`` CPU dies (or cards), its gate and its workers."""
 
     def __init__(self, tmp: Path, dies: int = 2, *, gate: SimulatedGate | None = None,
-                 hang_seconds: float = 60.0) -> None:
+                 hang_seconds: float = 60.0, cards: bool = False) -> None:
         self.config = Config.model_validate({
             "state_dir": str(tmp / "s"), "run_dir": str(tmp / "r"), "cache_dir": str(tmp / "c"),
-            "jobs_dir": str(tmp / "j"), "lane": ({"dies": ["cpu"] * dies},), "hang_seconds": hang_seconds})
+            "jobs_dir": str(tmp / "j"), "lane": ({"dies": [f"cuda:{i}" if cards else "cpu" for i in range(dies)]},), "hang_seconds": hang_seconds})
         self.gate, self.host, self.disk, self.touches = gate or SimulatedGate(), Host(), Disk(), list[str]()
         self.workers = Workers(self.disk, self._touch)
         self.jobs: dict[str, Job] = {}
@@ -126,6 +126,24 @@ def story(tmp: Path, tell: Callable[[Bench], Awaitable[None]], *args: Any, **key
 
 
 # --- whose turn -------------------------------------------------------------------------------------------------------
+
+
+def test_cards_say_what_they_are_before_any_job_comes_each_while_it_is_granted(tmp_path: Path) -> None:
+    async def tell(b: Bench) -> None:
+        await b.until(lambda: all(die.ready for die in b.lane.dies.values()))
+        b.put("a", 1)
+        await b.until_step("a", 5)
+
+    story(tmp_path, tell, 3, cards=True)
+
+
+def test_cpu_dies_start_no_worker_before_they_have_a_job(tmp_path: Path) -> None:
+    async def tell(b: Bench) -> None:
+        b.put("a", 1)
+        await b.until_step("a", 5)
+        assert [bool(die.ready) for die in b.lane.dies.values()] == [False, True]
+
+    story(tmp_path, tell, 2)
 
 
 def test_the_first_visit_loads_and_the_others_train_in_rotation(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import os
 import time
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -62,8 +62,7 @@ class Loop:
     def _ready(self) -> Ready:
         facts: dict[str, object] = {}
         if self.device.type == "cuda":
-            p = torch.cuda.get_device_properties(self.device)
-            facts = {"model": p.name, "memory_bytes": p.total_memory, "uuid": str(getattr(p, "uuid", ""))}
+            facts = card_facts(torch.cuda.get_device_properties(self.device))
         return Ready.model_validate({"pid": os.getpid(), "torch": torch.__version__, "preloaded": True, **facts})
 
     def _obey(self, order: Message) -> None:
@@ -190,6 +189,19 @@ class Loop:
             r.close()
         used = {id(r.trainer.base) for r in self.residents.values()}
         self.bases = {key: base for key, base in self.bases.items() if id(base) in used}
+
+
+def card_facts(p: Any) -> dict[str, object]:
+    """What CUDA's device properties ``p`` say of a card, by the names that people and nvidia-smi know it under.
+
+    Older torch does not tell UUID and PCI address; they are empty then.
+    """
+    uuid = str(getattr(p, "uuid", ""))
+    bus = getattr(p, "pci_bus_id", None)
+    domain, device = getattr(p, "pci_domain_id", 0), getattr(p, "pci_device_id", 0)
+    address = "" if bus is None else f"{domain:04x}:{bus:02x}:{device:02x}.0"
+    return {"model": p.name, "memory_bytes": p.total_memory, "pci_bus_id": address,
+            "uuid": uuid if not uuid or uuid.startswith("GPU-") else f"GPU-{uuid}"}
 
 
 def _failure(job: str, e: Exception) -> Failed:

@@ -10,7 +10,7 @@ from typing import Any
 
 from rrd.messages import Committed, Evict, Evicted, Message, Progress, Run, VisitDone
 from rrd.worker.entry import Settings
-from rrd.worker.loop import Loop
+from rrd.worker.loop import Loop, card_facts
 from rrd.worker.resident import Saved
 
 
@@ -75,3 +75,12 @@ def test_forgetting_a_job_whose_checkpoint_is_being_written_is_no_silence(tmp_pa
     loop._obey(Evict(job="a"))
     assert [type(report) for report in channel.reports] == [Progress, Evicted]
     assert loop.residents == {}
+
+
+def test_a_card_is_named_as_people_know_it() -> None:
+    told = SimpleNamespace(name="Tesla K80", total_memory=11 << 30, uuid="b3f5a0c2-1111-2222-3333-444455556666",
+                           pci_domain_id=0, pci_bus_id=0x8A, pci_device_id=0)
+    assert card_facts(told) == {"model": "Tesla K80", "memory_bytes": 11 << 30, "pci_bus_id": "0000:8a:00.0",
+                                "uuid": "GPU-b3f5a0c2-1111-2222-3333-444455556666"}
+    older = SimpleNamespace(name="Tesla K80", total_memory=11 << 30)
+    assert card_facts(older) == {"model": "Tesla K80", "memory_bytes": 11 << 30, "pci_bus_id": "", "uuid": ""}

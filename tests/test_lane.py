@@ -54,9 +54,10 @@ class Bench:
 
     def __init__(self, tmp: Path, dies: int = 2, *, gate: SimulatedGate | None = None,
                  hang_seconds: float = 60.0, cards: bool = False) -> None:
+        devices = [f"cuda:{i}" if cards else "cpu" for i in range(dies)]
         self.config = Config.model_validate({
             "state_dir": str(tmp / "s"), "run_dir": str(tmp / "r"), "cache_dir": str(tmp / "c"),
-            "jobs_dir": str(tmp / "j"), "lane": ({"dies": [f"cuda:{i}" if cards else "cpu" for i in range(dies)]},), "hang_seconds": hang_seconds})
+            "jobs_dir": str(tmp / "j"), "lane": ({"dies": devices},), "hang_seconds": hang_seconds})
         self.gate, self.host, self.disk, self.touches = gate or SimulatedGate(), Host(), Disk(), list[str]()
         self.workers = Workers(self.disk, self._touch)
         self.jobs: dict[str, Job] = {}

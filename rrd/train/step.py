@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -63,8 +63,9 @@ def train_step(
     seeds: Sequence[int],
     checkpointing: bool = False,
     on_nan: Literal["stop", "skip"] = "stop",
+    alive: Callable[[], None] = lambda: None,
 ) -> StepResult:
-    """One update from the accumulation window ``batches``.
+    """One update from the accumulation window ``batches``. Calls ``alive`` before each micro-step.
 
     Randomness (dropout) is drawn from the global generator, seeded with ``seeds[i]`` before micro-step ``i``: a step
     depends on nothing but what it is given. ``clip_norm`` 0 means no clipping.
@@ -82,6 +83,7 @@ def train_step(
     optimizer.zero_grad()
     total = 0.0
     for batch, seed in zip(batches, seeds, strict=True):
+        alive()
         torch.manual_seed(seed)
         total += _micro_step(model, batch, scale=1.0 / labels, checkpointing=checkpointing)
     loss, norm = total / labels, optimizer.grad_norm()

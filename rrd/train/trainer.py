@@ -73,15 +73,19 @@ class Trainer:
         s = self.spec
         return lr_at(self.step, lr=s.lr, min_lr=s.min_lr, warmup_steps=s.warmup_steps, total=total, schedule=s.schedule)
 
-    def run_step(self, total: int, on_nan: Literal["stop", "skip"]) -> StepResult:
-        """The next step. Raises NotFinite, with nothing changed, for a loss that is no number and ``on_nan="stop"``."""
+    def run_step(self, total: int, on_nan: Literal["stop", "skip"],
+                 alive: Callable[[], None] = lambda: None) -> StepResult:
+        """The next step; ``alive`` is called as it goes on.
+
+        Raises NotFinite, with nothing changed, for a loss that is no number and ``on_nan="stop"``.
+        """
         s = self.spec
         batches = [self._to_die(self.data.batch_at(self.position + i * s.batch_size, s.batch_size, s.seed))
                    for i in range(s.grad_accum)]
         result = train_step(
             self.model, self.optimizer, batches, lr=self.lr(total), clip_norm=s.clip_norm,
             seeds=[seed_of(s.seed, self.step, i) for i in range(s.grad_accum)],
-            checkpointing=s.gradient_checkpointing, on_nan=on_nan)
+            checkpointing=s.gradient_checkpointing, on_nan=on_nan, alive=alive)
         self.step += 1
         self.tokens += result.tokens
         return result

@@ -86,6 +86,8 @@ class Loop:
         except (Closed, ProtocolError):
             raise  # a daemon that is gone, or that is none
         except Exception as e:
+            if poisoned(e):
+                raise  # nothing computes in this process any more; the daemon starts another
             self._drop(job)
             self.channel.send(_failure(job, e))
 
@@ -136,7 +138,8 @@ class Loop:
         if r.trainer.step == 0 and r.trainer.held_out and order.eval_every:
             self._evaluate(r)  # what the base knew: the loss that all later ones are measured against
         start, lr = time.monotonic(), r.trainer.lr(order.total)
-        result = r.trainer.run_step(order.total, order.on_nan)
+        alive = self._alive(r.job)  # a step may take long, and the daemon has seen none yet to know how long
+        result = r.trainer.run_step(order.total, order.on_nan, lambda: alive("training", 0.0))
         seconds = time.monotonic() - start
         r.trainer.seconds += seconds
         step = r.trainer.step
@@ -202,6 +205,11 @@ def card_facts(p: Any) -> dict[str, object]:
     address = "" if bus is None else f"{domain:04x}:{bus:02x}:{device:02x}.0"
     return {"model": p.name, "memory_bytes": p.total_memory, "pci_bus_id": address,
             "uuid": uuid if not uuid or uuid.startswith("GPU-") else f"GPU-{uuid}"}
+
+
+def poisoned(e: Exception) -> bool:
+    """Whether a CUDA error has made this process's context useless: all of them do, but for want of memory."""
+    return isinstance(e, RuntimeError) and not isinstance(e, torch.cuda.OutOfMemoryError) and "CUDA error" in str(e)
 
 
 def _failure(job: str, e: Exception) -> Failed:

@@ -200,3 +200,10 @@ def test_a_step_imports_nothing_that_the_nursery_has_not(path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", ONE_STEP, str(path)], capture_output=True, text=True, check=True,
                           env={**os.environ, "PYTHONPATH": ":".join(here)})
     assert len(done.stdout.split()) < 10, done.stdout
+
+
+def test_each_micro_step_is_a_sign_of_life(path: Path) -> None:
+    job, calls = Job(path), list[int]()
+    batch = Batch(torch.arange(8).view(1, 8), torch.arange(1, 9).view(1, 8))
+    job.step([batch] * 3, alive=lambda: calls.append(1))
+    assert len(calls) == 3

@@ -8,9 +8,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 from rrd.messages import Committed, Evict, Evicted, Message, Progress, Run, VisitDone
 from rrd.worker.entry import Settings
-from rrd.worker.loop import Loop, card_facts
+from rrd.worker.loop import Loop, card_facts, poisoned
 from rrd.worker.resident import Saved
 
 
@@ -84,3 +86,10 @@ def test_a_card_is_named_as_people_know_it() -> None:
                                 "uuid": "GPU-b3f5a0c2-1111-2222-3333-444455556666"}
     older = SimpleNamespace(name="Tesla K80", total_memory=11 << 30)
     assert card_facts(older) == {"model": "Tesla K80", "memory_bytes": 11 << 30, "pci_bus_id": "", "uuid": ""}
+
+
+def test_a_poisoned_context_ends_the_worker_and_want_of_memory_does_not() -> None:
+    assert poisoned(RuntimeError("CUDA error: an illegal memory access was encountered"))
+    assert not poisoned(torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"))
+    assert not poisoned(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert not poisoned(ValueError("CUDA error"))

@@ -177,3 +177,12 @@ def test_what_is_not_there_or_cannot_be_listed_is_a_fact(tmp_path: Path, monkeyp
     monkeypatch.setattr(Path, "iterdir", refuse)
     assert facts_of(spec).startswith("model ")
     assert str(errno.ENOENT) in facts_of(JobSpec(model="/no/model", data="/no/data"))
+
+
+def test_a_file_whose_rights_change_is_worth_another_try(tmp_path: Path) -> None:
+    from toys import make_data
+
+    spec = make_job().spec.model_copy(update={"data": str(make_data(tmp_path / "d.jsonl"))})
+    before = facts_of(spec)
+    (tmp_path / "d.jsonl").chmod(0o600)
+    assert facts_of(spec) != before

@@ -166,3 +166,8 @@ def test_bf16_adapters_are_fp32_masters(path: Path) -> None:
 def test_a_wrong_target_gets_one_sentence(base: Base) -> None:
     with pytest.raises(BadJob, match=r"no linear module 'query'.*it has down_proj, gate_proj"):
         attach(build(base), targets=("q_proj", "query"), rank=4)
+
+
+def test_a_rank_for_a_module_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadJob, match="no linear module 'nope'"):
+        attach(build(load_base(make_model(tmp_path / "m"))), targets=Llama.lora_targets, rank=4, ranks={"nope": 3})

@@ -219,3 +219,10 @@ def test_batches_are_worth_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_BATCH_CHARACTERS", 10)
     found = [Record(i, (Turn("text", "x" * n),)) for i, n in enumerate([4, 4, 4, 30, 1])]
     assert [[r.line for r in b] for b in batches(found)] == [[0, 1, 2], [3], [4]]
+
+
+def test_data_of_which_nothing_can_be_used_says_why_at_its_first_line(tmp_path: Path) -> None:
+    (tmp_path / "odd.jsonl").write_text('{"foo": "x"}\n' * 20)
+    with pytest.raises(BadJob) as e:
+        prepare(str(tmp_path / "odd.jsonl"), plain_dir(tmp_path / "m"), seq_len=64, cache_dir=tmp_path / "c")
+    assert "none of its 20 lines can be used; line 1: " in e.value.hint

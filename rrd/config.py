@@ -201,9 +201,9 @@ class Config(_Table):
     metrics: Address = "127.0.0.1:9477"
     """Where Prometheus scrapes: "host:port"; "" for nowhere."""
     group: str = Field(default="rrd", pattern=r"^[a-z_][a-z0-9_-]{0,31}$")
-    """Members of this group may use the control socket."""
+    """Members of this group may use the control socket, and their job files count."""
     spool_uids: Annotated[tuple[User, ...], BeforeValidator(_tuple)] = ()
-    """Users, besides root and the daemon's own, whose job files count: names or numbers."""
+    """Users, besides root, the daemon's own and members of `group`, whose job files count: names or numbers."""
     rescan_seconds: float = Field(default=30.0, ge=1, le=3600)
     """How often the spool is read even if nothing was reported to have changed."""
 
@@ -255,7 +255,7 @@ class Config(_Table):
 
     @property
     def spool_owners(self) -> frozenset[int]:
-        """The user ids whose job files count."""
+        """The user ids whose job files count, whatever groups they are in."""
         return frozenset({0, os.geteuid(), *self.spool_uids})
 
     @property

@@ -28,7 +28,7 @@ from rrd.keeper import Keeper
 from rrd.lane import Lane
 from rrd.ledger import Ledger, Record
 from rrd.metrics import Meters
-from rrd.notify import Notify
+from rrd.notify import Notify, handed
 from rrd.scheduler import Scheduler
 from rrd.snapshot import Snapshot
 from rrd.spool import JobFile, Scan, Spool
@@ -113,12 +113,12 @@ class Daemon:
         self.scheduler.changed = self._wake.set
 
     def _start_web(self) -> Web | None:
-        address = self.config.metrics_address
-        if address is None:
+        at = handed("metrics") or self.config.metrics_address
+        if at is None:
             return None
         web = Web(self.snapshot, self.meters)
         try:
-            web.start(address)
+            web.start(at)
         except RrdError as e:
             self.journal.event(Kind.WEB, "warning", e.message, hint=e.hint)
             return None

@@ -1,11 +1,13 @@
-"""What the daemon tells systemd: ready, stopping, reloading, how it is doing, and that it is alive (sd_notify(3)).
+"""What the daemon tells systemd: ready, stopping, reloading, how it is doing, and that it is alive (sd_notify(3)); and
+the sockets that systemd hands to it (sd_listen_fds(3)).
 
-Without NOTIFY_SOCKET all of it does nothing.
+Without NOTIFY_SOCKET, and without LISTEN_FDS, all of it does nothing.
 """
 
 from __future__ import annotations
 
 import os
+import socket
 import time
 
 from sdnotify import SystemdNotifier
@@ -76,3 +78,20 @@ def _watchdog_interval() -> float | None:
     except ValueError:
         return None
     return limit / 2e6 if limit > 0 and pid == os.getpid() else None
+
+
+FIRST_FD = 3
+
+
+def handed(name: str) -> socket.socket | None:
+    """The listening socket that a socket unit of this ``FileDescriptorName=`` hands to this process; None without."""
+    try:
+        mine = int(os.environ["LISTEN_PID"]) == os.getpid()
+        fds = range(FIRST_FD, FIRST_FD + int(os.environ["LISTEN_FDS"]))
+    except (KeyError, ValueError):
+        return None
+    names = os.environ.get("LISTEN_FDNAMES", "").split(":")
+    found = [fd for fd, its in zip(fds, names, strict=False) if its == name] if mine else []
+    for fd in found:
+        os.set_inheritable(fd, False)  # a worker must not keep it open
+    return socket.socket(fileno=found[0]) if found else None

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import grp
 import hashlib
 import os
 import pwd
@@ -158,7 +159,7 @@ class Spool:
         """Give ``seen`` its verdict, or a later time to settle at."""
         seen.lasting = True
         try:
-            data, info = _read(fd, name, self._config.spool_owners)
+            data, info = _read(fd, name, self._config)
         except BadJob as e:
             seen.verdict = _rejection(name, e)
             return
@@ -288,14 +289,14 @@ def _signature(info: os.stat_result) -> tuple[int, ...]:
             info.st_nlink)
 
 
-def _read(fd: int, name: str, owners: frozenset[int]) -> tuple[bytes, os.stat_result]:
+def _read(fd: int, name: str, config: Config) -> tuple[bytes, os.stat_result]:
     """The bytes of a file that may speak for a job, and its stat after reading. Raises ``BadJob``, ``OSError``."""
     _check_kind(name, os.stat(name, dir_fd=fd, follow_symlinks=False))  # before opening: a device acts on open
     file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY, dir_fd=fd)
     try:
         info = os.fstat(file)
         _check_kind(name, info)
-        _check_rights(name, info, owners)
+        _check_rights(name, info, config)
         data = b""
         while more := os.read(file, MAX_BYTES + 1 - len(data)):  # of a file that has grown, one byte too many
             data += more
@@ -313,15 +314,24 @@ def _check_kind(name: str, info: os.stat_result) -> None:
         raise BadJob(f"is larger than {MAX_BYTES // 1024} KiB", hint="is this a job file?", file=name)
 
 
-def _check_rights(name: str, info: os.stat_result, owners: frozenset[int]) -> None:
+def _check_rights(name: str, info: os.stat_result, config: Config) -> None:
     if info.st_nlink != 1:
         raise BadJob(f"has {info.st_nlink} names (hard links), so others may change it", file=name,
                      hint="copy the file itself")
-    if info.st_uid not in owners:
+    if info.st_uid not in config.spool_owners and not is_member(info.st_uid, config.group):
         raise BadJob(f"belongs to {_user(info.st_uid)}, whose job files do not count", file=name,
-                     hint=f"chown root {name}, or add the user to spool_uids in rrd.toml")
+                     hint=f"make the user a member of the group {config.group} and `rrd reload`, or chown root {name}")
     if info.st_mode & 0o022:
         raise BadJob("may be written by its group or by others", hint=f"chmod go-w {name}", file=name)
+
+
+def is_member(uid: int, group: str) -> bool:
+    """Whether the user is in the group, as the machine's directory of users has it now."""
+    try:
+        user, gid = pwd.getpwuid(uid), grp.getgrnam(group).gr_gid
+        return gid in os.getgrouplist(user.pw_name, user.pw_gid)
+    except (KeyError, OSError):
+        return False
 
 
 def _user(uid: int) -> str:

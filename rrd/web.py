@@ -67,14 +67,17 @@ class Web:
         self._board: Board | None = None
         self.port = 0
 
-    def start(self, address: tuple[str, int]) -> None:
-        """Listen. Raises RrdError when the address cannot be had."""
-        host, port = address
-        try:
-            self._server = _server(host, port)
-        except OSError as e:
-            raise RrdError(f"metrics cannot be served on {host}:{port}: {e.strerror or e}",
-                           hint='choose another `metrics = "host:port"`, or "" for none') from e
+    def start(self, at: tuple[str, int] | socket.socket) -> None:
+        """Listen on host and port, or serve a socket that listens. Raises RrdError when the address cannot be had."""
+        if isinstance(at, socket.socket):
+            self._server = _adopt(at)
+        else:
+            host, port = at
+            try:
+                self._server = _server(host, port)
+            except OSError as e:
+                raise RrdError(f"metrics cannot be served on {host}:{port}: {e.strerror or e}",
+                               hint='choose another `metrics = "host:port"`, or "" for none') from e
         self._server.set_app(self._app)
         self.port = self._server.server_port
         threading.Thread(target=self._server.serve_forever, name="web", daemon=True).start()
@@ -209,6 +212,9 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
     def server_bind(self) -> None:
         """As HTTPServer does it, without asking a name server who we are."""
         socketserver.TCPServer.server_bind(self)
+        self.name_itself()
+
+    def name_itself(self) -> None:
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
         self.setup_environ()
 
@@ -236,3 +242,11 @@ def _server(host: str, port: int) -> _Server:
         address_family = family
 
     return Server(address[:2], _Handler)
+
+
+def _adopt(listening: socket.socket) -> _Server:
+    server = _Server(listening.getsockname()[:2], _Handler, bind_and_activate=False)
+    server.socket.close()
+    server.socket, server.server_address = listening, listening.getsockname()
+    server.name_itself()
+    return server

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from rrd.notify import Notify
+from rrd.notify import Notify, handed
 
 
 @pytest.fixture(params=["path", "abstract"])
@@ -121,3 +123,24 @@ def test_without_a_socket_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> No
     notify.watchdog()
     notify.extend(1)
     notify.stopping()
+
+
+def test_the_socket_that_systemd_hands_over_is_known_by_its_name(tmp_path: Path) -> None:
+    """In a process of its own, as file descriptors 3 and 4 are."""
+    code = ("import os, sys; from rrd.notify import handed\n"
+            "os.environ['LISTEN_PID'] = str(os.getpid() + int(sys.argv[1]))\n"
+            "s = handed('metrics'); print(s and (s.fileno(), os.get_inheritable(s.fileno()), s.getsockname()))")
+    with socket.socket() as one, socket.socket() as two:
+        one.bind(("127.0.0.1", 0))
+        two.bind(("127.0.0.1", 0))
+
+        def ask(names: str, other: int = 0) -> str:
+            shuffle = f"exec {sys.executable} - {other} 3<&{one.fileno()} 4<&{two.fileno()}"
+            return subprocess.run(["bash", "-c", shuffle], input=code, text=True, capture_output=True, check=True,
+                                  pass_fds=(one.fileno(), two.fileno()), cwd=Path(__file__).parent.parent,
+                                  env={**os.environ, "LISTEN_FDS": "2", "LISTEN_FDNAMES": names}).stdout.strip()
+
+        assert ask("other:metrics") == str((4, False, two.getsockname()))
+        assert ask("other:another") == "None"
+        assert ask("other:metrics", other=1) == "None", "meant for another process"
+    assert handed("metrics") is None, "nothing was handed to the tests"

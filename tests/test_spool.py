@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import grp
 import os
+import pwd
 import socket
 from collections.abc import Callable
 from dataclasses import replace
@@ -227,6 +229,19 @@ def test_a_file_of_an_allowed_user_counts(tmp_path: Path) -> None:
     bench = Bench(tmp_path, spool_uids=(65534,))
     os.chown(bench.put("a.toml"), 65534, -1)
     assert set(bench.settled().jobs) == {"a"}
+
+
+def test_files_of_the_group_s_members_count(tmp_path: Path) -> None:
+    """Primary or not: `nobody` is in `nogroup` by its line in passwd."""
+    if os.geteuid():
+        pytest.skip("only root gives files away")
+    group = grp.getgrgid(pwd.getpwnam("nobody").pw_gid).gr_name
+    bench = Bench(tmp_path, group=group)
+    os.chown(bench.put("a.toml"), pwd.getpwnam("nobody").pw_uid, -1)
+    os.chown(bench.put("b.toml"), 54321, -1)
+    scan = bench.settled()
+    assert set(scan.jobs) == {"a"}
+    assert "belongs to user 54321" in scan.rejected["b.toml"].sentence
 
 
 def test_other_names_are_ignored_without_a_word(bench: Bench) -> None:

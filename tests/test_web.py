@@ -135,6 +135,21 @@ def test_an_address_in_use_is_said_in_one_sentence(served: Stage) -> None:
     assert 'metrics = "host:port"' in e.value.hint
 
 
+def test_a_socket_that_listens_already_is_served(served: Stage) -> None:
+    another = asyncio.run_coroutine_threadsafe(served._make(), served.loop).result(30)
+    listening = socket.create_server(("127.0.0.1", 0))
+    port = listening.getsockname()[1]
+    another.start(listening)
+    try:
+        reader = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+        reader.request("GET", "/metrics")
+        answer = reader.getresponse()
+        assert (another.port, answer.status) == (port, 200)
+        assert b'rrd_job_step{rrd_job="a"}' in answer.read()
+    finally:
+        another.stop()
+
+
 def test_stopping_is_quick_and_frees_the_port() -> None:
     with stage(snapshot()) as s:
         port = s.web.port

@@ -34,6 +34,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "export": ("checkpoints", "Write the adapter of a checkpoint to a directory."),
     "dies": ("status", "List lanes and dies."),
     "reload": ("control", "Have the daemon read rrd.toml and the job files again."),
+    "install-service": ("install_service", "Make this installation a systemd service."),
     "completion": ("complete", "Print the completion script of a shell."),
 }
 """Command: its module below ``rrd.cli``, and its line in ``rrd --help``, which so imports none of them."""
@@ -74,7 +75,7 @@ class App(click.Group):
         if name not in COMMANDS:
             return None
         module, _ = COMMANDS[name]
-        command = getattr(importlib.import_module(f"rrd.cli.{module}"), name)
+        command = getattr(importlib.import_module(f"rrd.cli.{module}"), name.replace("-", "_"))
         assert isinstance(command, click.Command)
         return command
 

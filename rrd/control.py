@@ -50,7 +50,9 @@ class Control:
         try:
             sock.bind(str(self.path))
             with contextlib.suppress(KeyError, PermissionError):  # no such group, or an ordinary user: the owner only
-                os.chown(self.path, -1, grp.getgrnam(self.group).gr_gid)
+                gid = grp.getgrnam(self.group).gr_gid
+                if self.path.stat().st_gid != gid:  # a service runs in that group already, and may not even ask for it
+                    os.chown(self.path, -1, gid)
                 mode = 0o660
             self.path.chmod(mode)
         except OSError:

@@ -30,7 +30,6 @@ from rrd.text import one_line
 
 SOURCE = Path(__file__).parent.parent / "kernels" / "rwkv7_cpu.cpp"
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-shared", "-fPIC")
-LIBRARY = "rwkv7_cpu.so"
 BUILD_SECONDS = 300.0
 
 Alive = Callable[[], None]
@@ -120,7 +119,7 @@ def use(cache_dir: Path, alive: Alive = lambda: None) -> None:
     if _loaded is not None or _failed is not None:
         return
     try:
-        found = Kernels(build(cache_dir, alive))
+        found = Kernels(build(cache_dir, alive, source=SOURCE))
         _check(found)
         _loaded = found
     except NoKernels as e:
@@ -154,27 +153,27 @@ def _check(k: Kernels) -> None:
 # ---- building ----------------------------------------------------------------------------------------------------
 
 
-def build(cache_dir: Path, alive: Alive = lambda: None) -> Path:
-    """The library's file below ``cache_dir``, built unless it is there.
+def build(cache_dir: Path, alive: Alive = lambda: None, *, source: Path = SOURCE) -> Path:
+    """The library of ``source`` below ``cache_dir``, built unless it is there.
 
     Raises:
         NoKernels: there is no compiler (and no earlier build), or it fails. DiskTrouble: the cache cannot be written.
     """
-    place = cache_dir / "kernels"
-    source, compiler = _source_key(), _compiler()
+    place, library = cache_dir / "kernels", f"{source.stem}.so"
+    key, compiler = _source_key(source), _compiler()
     if compiler is None:
-        return _earlier(place, source)
-    final = place / f"{source}-{_compiler_key(compiler)}"
-    if not (final / LIBRARY).is_file():
+        return _earlier(place, key, library)
+    final = place / f"{key}-{_compiler_key(compiler)}"
+    if not (final / library).is_file():
         durable.make_dir(place)
         with durable.lock_when_free(place / "lock", what="the kernels' build", alive=alive, seconds=BUILD_SECONDS):
-            if not (final / LIBRARY).is_file():
-                _build(compiler, final, alive)
-    return final / LIBRARY
+            if not (final / library).is_file():
+                _build(compiler, source, final, alive)
+    return final / library
 
 
-def _source_key() -> str:
-    return hashlib.sha256(SOURCE.read_bytes() + repr((FLAGS, _processor())).encode()).hexdigest()[:16]
+def _source_key(source: Path) -> str:
+    return hashlib.sha256(source.read_bytes() + repr((FLAGS, _processor())).encode()).hexdigest()[:16]
 
 
 def _processor() -> tuple[str, str]:
@@ -200,21 +199,21 @@ def _compiler_key(compiler: str) -> str:
     return hashlib.sha256(said).hexdigest()[:8]
 
 
-def _earlier(place: Path, source: str) -> Path:
+def _earlier(place: Path, key: str, library: str) -> Path:
     """A build made when there was a compiler."""
-    found = sorted(place.glob(f"{source}-*/{LIBRARY}"))
+    found = sorted(place.glob(f"{key}-*/{library}"))
     if not found:
         raise NoKernels("no C++ compiler is installed")
     return found[0]
 
 
-def _build(compiler: str, final: Path, alive: Alive) -> None:
+def _build(compiler: str, source: Path, final: Path, alive: Alive) -> None:
     with tempfile.TemporaryDirectory() as room:
-        out = Path(room) / LIBRARY
-        _compile([compiler, *FLAGS, "-o", str(out), str(SOURCE)], alive)
+        out = Path(room) / f"{source.stem}.so"
+        _compile([compiler, *FLAGS, "-o", str(out), str(source)], alive)
         try:
             with durable.NewDirectory(final.parent, final.name) as new:
-                new.add(LIBRARY, [out.read_bytes()])
+                new.add(out.name, [out.read_bytes()])
                 new.commit(final.name, replace=True)
         except OSError as e:
             raise durable.trouble(e, final) from e

@@ -3,6 +3,8 @@
 ``rwkv_vocab_v20230424.txt`` (BlinkDL/ChatRWKV) has a line ``id literal length`` for each word, the literal being
 Python's, of a string or of bytes, and the length that in bytes. 0, which is in no line, ends a text.
 
+A compiled trie does it at 100 MB/s and more; where there is no compiler, a dictionary by length does, at 3.
+
 Dialogues are written as RWKV models are taught: ``User: …``, a blank line, ``Assistant: …``, a blank line, and so on.
 The blank line is one word (261 in the published file), by which an answer stops; so there is none within a turn.
 """
@@ -10,18 +12,22 @@ The blank line is one word (261 in the published file), by which an answer stops
 from __future__ import annotations
 
 import ast
+import ctypes
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from rrd.errors import BadJob
+from rrd.errors import BadJob, RrdError
 from rrd.text import one_line
 from rrd.train.read import Record, Turn
 from rrd.train.tokenize import RENDERING, read_small
 
 END, STOP = 0, b"\n\n"
+SOURCE = Path(__file__).parent.parent / "kernels" / "world.cpp"
+_LONGEST = 512  # bytes of a word; the published ones have up to 128
 
 
 class World:
@@ -33,13 +39,33 @@ class World:
         """Raises BadJob for a file that is no such vocabulary."""
         data = read_small(file)
         self.ids = _parse(data, file)
-        self._longest: dict[bytes, int] = {}
-        for word in self.ids:
-            self._longest[word[:2]] = max(len(word), self._longest.get(word[:2], 0))
+        self._trie: Trie | None = None
+        self._lengths = _lengths(self.ids)
         self._stop = self.ids.get(STOP)
         if self._stop is None or any(bytes([b]) not in self.ids for b in range(256)):
             raise BadJob("the vocabulary lacks a blank line, or one of the 256 bytes", file=str(file))
         self.digest = hashlib.sha256(json.dumps(["world", RENDERING]).encode() + data).hexdigest()
+
+    def make_ready(self, cache_dir: Path, alive: Callable[[], None]) -> None:
+        """Build the trie's code below ``cache_dir`` and use it; without a compiler, go on without."""
+        from rrd.ops import native  # brings torch, which those that ``use`` do not need
+
+        try:
+            self.use(native.build(cache_dir, alive, source=SOURCE))
+        except (RrdError, OSError):
+            self._trie = None  # the dictionary gives the same ids, slower
+
+    @property
+    def library(self) -> str:
+        """The compiled trie in use, for ``use`` in another process; empty where there is none."""
+        return "" if self._trie is None else str(self._trie.file)
+
+    def use(self, library: Path) -> None:
+        """Find words with the compiled trie in the file ``library``. Raises OSError where it does not load."""
+        trie = Trie(library, self.ids)
+        probe = "The daemon trains.\n\n日本 🙂"
+        if trie.words(probe.encode()) == self.words(probe):  # a miscompiled one is not used
+            self._trie = trie
 
     def encode(self, records: Sequence[Record]) -> list[list[int]]:
         return [self._record(r) for r in records]
@@ -63,15 +89,61 @@ class World:
 
     def words(self, text: str) -> list[int]:
         """The ids of ``text``: from the left, always the longest word there is."""
-        data, ids, longest = text.encode(), self.ids, self._longest
-        at, end, found = 0, len(data), []
+        data = text.encode()
+        return self._by_length(data) if self._trie is None else self._trie.words(data)
+
+    def _by_length(self, data: bytes) -> list[int]:
+        """The reference: of each next word only the lengths are tried that some word with its first bytes has."""
+        get, lengths, found = self.ids.get, self._lengths, list[int]()
+        at, end = 0, len(data)
         while at < end:
-            size = longest.get(data[at : at + 2], 1)
-            while size > 1 and data[at : at + size] not in ids:
-                size -= 1
-            found.append(ids[data[at : at + size]])
-            at += size
+            for n in lengths.get(data[at : at + _HEAD], _SHORT):
+                if (word := get(data[at : at + n])) is not None and n <= end - at:
+                    break
+            assert word is not None, "every byte is a word"
+            found.append(word)
+            at += n
         return found
+
+
+_HEAD = 4
+_SHORT = (3, 2, 1)
+
+
+def _lengths(words: Iterable[bytes]) -> dict[bytes, tuple[int, ...]]:
+    """The lengths of the words that begin with four bytes, by these, longest first; shorter ones always count."""
+    found: dict[bytes, set[int]] = {}
+    for word in words:
+        if len(word) >= _HEAD:
+            found.setdefault(word[:_HEAD], set()).add(len(word))
+    return {head: (*sorted(sizes, reverse=True), *_SHORT) for head, sizes in found.items()}
+
+
+class Trie:
+    """The vocabulary as compiled code searches it (``kernels/world.cpp``)."""
+
+    def __init__(self, file: Path, ids: Mapping[bytes, int]) -> None:
+        """Raises OSError where the library does not load."""
+        self.file = file
+        code = ctypes.CDLL(str(file))
+        code.rrd_world_new.restype, code.rrd_world_encode.restype = ctypes.c_void_p, ctypes.c_int64
+        offsets = array("q", [0])
+        for word in ids:
+            offsets.append(offsets[-1] + len(word))
+        self._made = ctypes.c_void_p(code.rrd_world_new(
+            b"".join(ids), (ctypes.c_int64 * len(offsets)).from_buffer(offsets),
+            (ctypes.c_int32 * len(ids))(*ids.values()), ctypes.c_int64(len(ids))))
+        if not self._made:
+            raise MemoryError
+        self._encode = code.rrd_world_encode
+        self._out = (ctypes.c_int32 * 0)()
+
+    def words(self, data: bytes) -> list[int]:
+        """The ids of ``data``. The trie itself is kept for as long as the process lives."""
+        if len(data) > len(self._out):
+            self._out = (ctypes.c_int32 * (2 * len(data)))()
+        n = self._encode(self._made, data, ctypes.c_int64(len(data)), self._out)
+        return self._out[:n]
 
 
 def _parse(data: bytes, file: Path) -> dict[bytes, int]:
@@ -87,11 +159,15 @@ def _parse(data: bytes, file: Path) -> dict[bytes, int]:
     return ids
 
 
+_PLAIN = re.compile(r"'([^'\\]+)'")
+
+
 def _entry(line: str) -> tuple[bytes, int]:
     number, _, rest = line.strip().partition(" ")
     literal, _, size = rest.rpartition(" ")
-    word = ast.literal_eval(literal)
+    plain = _PLAIN.fullmatch(literal)  # most of them; Python's parser would take a second for all
+    word = plain[1] if plain else ast.literal_eval(literal)
     word = word.encode() if isinstance(word, str) else word
-    if not isinstance(word, bytes) or not word or len(word) != int(size) or not 0 < int(number) < 1 << 20:
+    if not isinstance(word, bytes) or not 0 < len(word) == int(size) <= _LONGEST or not 0 < int(number) < 1 << 20:
         raise ValueError("id, literal and length do not fit together")
     return word, int(number)

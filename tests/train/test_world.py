@@ -9,9 +9,13 @@ from pathlib import Path
 import pytest
 
 from rrd.errors import BadJob
+from rrd.ops import native
+from rrd.train import world as world_module
 from rrd.train.read import Record, Turn
 from rrd.train.tokenize import load_tokenizer
 from rrd.train.world import World
+
+needs_compiler = pytest.mark.skipif(native._compiler() is None, reason="no C++ compiler")
 
 
 @pytest.fixture(scope="module")
@@ -75,3 +79,42 @@ def test_a_vocabulary_without_all_bytes_is_refused(tmp_path: Path) -> None:
     (tmp_path / "rwkv_vocab_v20230424.txt").write_text("2 'b' 1\n")
     with pytest.raises(BadJob, match="256 bytes"):
         load_tokenizer(str(tmp_path))
+
+
+@needs_compiler
+def test_the_compiled_trie_gives_the_same_ids(published: Path, world: World, tmp_path: Path) -> None:
+    fast = World(published)
+    fast.make_ready(native.default_cache_dir(), lambda: None)
+    assert fast.library.endswith("world.so")
+    chance, words = random.Random(1), list(world.ids)
+    texts = ["", "a", "\n" * 70, Path(__file__).read_text(),
+             "".join(chr(chance.randrange(1, 0xD7FF)) for _ in range(3000))]
+    for _ in range(300):  # beginnings and ends of words, put together where they do not belong
+        parts = [w[chance.randrange(len(w)) :] if chance.random() < 0.5 else w[: chance.randrange(len(w)) + 1]
+                 for w in chance.choices(words, k=20)]
+        texts.append(b"".join(parts).decode("utf-8", "ignore"))
+    for text in texts:
+        assert fast.words(text) == world.words(text)
+    other = World(published)
+    other.use(Path(fast.library))
+    assert other.words(texts[3]) == world.words(texts[3])
+
+
+def test_without_a_compiler_the_dictionary_serves(published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+                                                    ) -> None:
+    monkeypatch.setattr(native, "_compiler", lambda: None)
+    slow = World(published)
+    slow.make_ready(tmp_path, lambda: None)
+    assert (slow.library, slow.words("a die")) == ("", World(published).words("a die"))
+
+
+@needs_compiler
+def test_a_trie_that_finds_something_else_is_not_used(published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+                                                      ) -> None:
+    source = world_module.SOURCE.read_text()
+    assert source.count("end = i + 1;") == 1
+    (tmp_path / "wrong.cpp").write_text(source.replace("end = i + 1;", "end = at + 1;"))
+    monkeypatch.setattr(world_module, "SOURCE", tmp_path / "wrong.cpp")
+    wrong = World(published)
+    wrong.make_ready(tmp_path, lambda: None)
+    assert wrong.library == ""

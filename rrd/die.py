@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 
 from rrd.config import Config, DieSpec
 from rrd.handle import ASK_SECONDS, Nursery, Worker, WorkerGone
-from rrd.messages import Message, Ready
+from rrd.messages import Loaded, Message, Ready, VisitDone
 from rrd.roster import Job
 from rrd.snapshot import DieView, VisitView
 
@@ -38,6 +40,8 @@ class Die:
     since: float | None = None
     """Unix time at which the visit in progress began."""
     visits: deque[VisitView] = field(default_factory=lambda: deque(maxlen=VISITS))
+    held_bytes: int | None = None
+    """Of its memory, by its worker, when that was last told."""
     refusal: str = ""
     """Why the gate did not grant it last time; empty after a grant."""
 
@@ -62,6 +66,11 @@ class Die:
             raise WorkerGone(self.worker.end)
         return self.worker
 
+    def hear(self, report: Message) -> None:
+        """What a report says about the die itself."""
+        if isinstance(report, Loaded | VisitDone) and report.memory_bytes is not None:
+            self.held_bytes = report.memory_bytes
+
     async def stop(self) -> None:
         """End its worker, after what it still writes."""
         if self.worker is not None:
@@ -84,4 +93,11 @@ class Die:
             worker_pid=self.worker.pid if self.worker and self.alive else None, restarts=max(0, self.restarts),
             refusals=self.refusals, retry_at=retry_at, model=ready.model if ready else "",
             uuid=ready.uuid if ready else "", pci_bus_id=ready.pci_bus_id if ready else "",
-            memory_bytes=ready.memory_bytes if ready else None)
+            memory_bytes=machine_bytes() if self.spec.device == "cpu" else ready.memory_bytes if ready else None,
+            memory_used_bytes=self.held_bytes if self.alive else None)
+
+
+@cache
+def machine_bytes() -> int:
+    """The memory of this machine, which its CPU dies share."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -138,7 +138,10 @@ class Prepared(Message):
 
 
 class Loaded(Message):
-    """``resumed`` is the checkpoint's step, None for a fresh start; ``fallbacks`` says which were damaged."""
+    """``resumed`` is the checkpoint's step, None for a fresh start; ``fallbacks`` says which were damaged.
+
+    ``memory_bytes``: what the worker now holds on its die, all jobs together.
+    """
 
     kind: Literal["loaded"] = "loaded"
     job: str
@@ -172,7 +175,7 @@ class Evaluated(Message):
 
 
 class VisitDone(Message):
-    """The die is idle and may be released. ``seconds`` is the time inside steps."""
+    """The die is idle and may be released. ``seconds`` is the time inside steps; ``memory_bytes`` as in Loaded."""
 
     kind: Literal["visit_done"] = "visit_done"
     job: str
@@ -181,6 +184,7 @@ class VisitDone(Message):
     seconds: float
     copied: bool = False
     copy_seconds: float = 0.0
+    memory_bytes: int | None = None
 
 
 class Committed(Message):

@@ -157,8 +157,12 @@ _JOB_GAUGES: tuple[tuple[str, str, Callable[[JobView], float | None]], ...] = (
      lambda j: j.loaded_at),
     ("rrd_job_last_checkpoint_timestamp_seconds", "When the newest checkpoint was durable, Unix time.",
      lambda j: j.last_checkpoint_at),
+    ("rrd_job_last_checkpoint_step", "Steps that the newest durable checkpoint holds.",
+     lambda j: j.last_checkpoint_step),
     ("rrd_job_checkpoint_interval_seconds", "The cadence asked for, where it is a duration.",
      lambda j: j.checkpoint_every_seconds),
+    ("rrd_job_checkpoint_interval_steps", "The cadence asked for, where it is a number of steps.",
+     lambda j: j.checkpoint_every_steps),
     ("rrd_job_eta_seconds", "Seconds until the job is trained, at the present pace.", lambda j: j.eta_seconds),
     ("rrd_checkpoint_bytes", "Size of the newest checkpoint.", lambda j: j.checkpoint_bytes),
 )
@@ -208,7 +212,10 @@ def _dies(dies: list[DieView]) -> Iterator[Metric]:
                                   labels=["die"])
     fenced = GaugeMetricFamily("rrd_die_fenced", "Whether the die is kept out of use after faults.", labels=["die"])
     jobs = GaugeMetricFamily("rrd_die_jobs", "Jobs that have a place on the die.", labels=["die"])
-    memory = GaugeMetricFamily("rrd_die_memory_bytes", "Memory of the die.", labels=["die"])
+    memory = GaugeMetricFamily("rrd_die_memory_bytes", "Memory of the die; of a CPU die, the machine's.",
+                               labels=["die"])
+    used = GaugeMetricFamily("rrd_die_memory_used_bytes", "What the die's worker holds of it: of a card what torch has "
+                             "reserved, of a CPU die what is resident.", labels=["die"])
     restarts = CounterMetricFamily("rrd_worker_restarts", "Times the die's worker was started again.", labels=["die"])
     refusals = CounterMetricFamily("rrd_gate_refusals", "Times the gate did not grant the die.", labels=["die"])
     for d in dies:
@@ -221,4 +228,6 @@ def _dies(dies: list[DieView]) -> Iterator[Metric]:
         refusals.add_metric([d.name], d.refusals)
         if d.memory_bytes is not None:
             memory.add_metric([d.name], d.memory_bytes)
-    yield from (info, up, available, fenced, jobs, memory, restarts, refusals)
+        if d.memory_used_bytes is not None:
+            used.add_metric([d.name], d.memory_used_bytes)
+    yield from (info, up, available, fenced, jobs, memory, used, restarts, refusals)

@@ -285,7 +285,8 @@ class Job:
             eta_seconds=self.eta(), last_step_at=self.last_step_at, loaded_at=self.loaded_at,
             last_checkpoint_at=r.announced_at, last_checkpoint_step=r.announced_step or None,
             checkpoint_every=str(s.checkpoint_every),
-            checkpoint_every_seconds=s.checkpoint_seconds, checkpoint_bytes=self.checkpoint_bytes,
+            checkpoint_every_seconds=s.checkpoint_seconds, checkpoint_every_steps=s.checkpoint_steps,
+            checkpoint_bytes=self.checkpoint_bytes,
             checkpoint_commits=self.commits, checkpoint_failures=self.failures, checkpoint_fallbacks=self.fallbacks,
             crashes=r.crashes, prepared=self.progress[1] if self.progress and r.state is JobState.PREPARING else None)
 

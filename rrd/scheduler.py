@@ -214,6 +214,7 @@ class Scheduler:
     # --- what the lanes tell (Host) ---
 
     def heard(self, job: Job | None, die: Die, report: Message) -> None:
+        die.hear(report)
         if isinstance(report, Step):
             self.meters.step(die.name, report.seconds)
         elif isinstance(report, Ready):

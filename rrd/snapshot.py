@@ -46,6 +46,7 @@ class JobView(BaseModel):
     last_checkpoint_step: int | None = None
     checkpoint_every: str = ""
     checkpoint_every_seconds: float | None = None
+    checkpoint_every_steps: int | None = None
     checkpoint_bytes: int | None = None
     checkpoint_commits: int = 0
     checkpoint_failures: int = 0
@@ -87,6 +88,9 @@ class DieView(BaseModel):
     uuid: str = ""
     pci_bus_id: str = ""
     memory_bytes: int | None = None
+    """Of a card its own, of a CPU die the machine's."""
+    memory_used_bytes: int | None = None
+    """What the die's worker holds of it, as it last told; None without a worker."""
 
 
 class LaneView(BaseModel):

@@ -31,10 +31,10 @@ def rules() -> list[dict[str, object]]:
 def exported() -> set[str]:
     """Every name that rrd exports, histogram parts included."""
     full = JobView(id="a", state=JobState.RUNNING, target_steps=1, loss=1.0, eval_loss=1.0, lr=1.0, last_step_at=1.0,
-                   loaded_at=1.0, last_checkpoint_at=1.0, checkpoint_every_seconds=1.0, eta_seconds=1.0,
-                   checkpoint_bytes=1)
+                   loaded_at=1.0, last_checkpoint_at=1.0, last_checkpoint_step=1, checkpoint_every_seconds=1.0,
+                   checkpoint_every_steps=1, eta_seconds=1.0, checkpoint_bytes=1)
     s = Snapshot(version="1", pid=1, time=1.0, started_at=1.0, state_dir="", jobs_dir="", jobs=[full],
-                 dies=[DieView(name="0", lane="0", device="cpu", state="idle", memory_bytes=1)],
+                 dies=[DieView(name="0", lane="0", device="cpu", state="idle", memory_bytes=1, memory_used_bytes=1)],
                  lanes=[LaneView(name="0", gate="none", dies=["0"])], disk_free_bytes=1, disk_size_bytes=1)
     meters = Meters()
     for observe in (meters.step, meters.grant, meters.save):

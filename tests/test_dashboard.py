@@ -137,10 +137,10 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
 def work(s: Stage, second: int) -> None:
     fresh = a_busy_box()
     for j in fresh.jobs:
-        j.lr, j.checkpoint_every_seconds, j.loaded_at = 1e-4, 600.0, fresh.time - 900
+        j.lr, j.checkpoint_every_seconds, j.checkpoint_every_steps, j.loaded_at = 1e-4, 600.0, 50, fresh.time - 900
         j.steps_run, j.tokens_run, j.checkpoint_commits = 5 * second, 640 * second, second // 3
     for d in fresh.dies:
-        d.memory_bytes, d.refusals, d.restarts = 12 << 30, second // 4, second // 5
+        d.memory_bytes, d.memory_used_bytes, d.refusals, d.restarts = 12 << 30, 7 << 30, second // 4, second // 5
         s.meters.step(d.name, 0.2)
         s.meters.grant(d.name, 0.0003)
         s.meters.save(d.name, 0.1)

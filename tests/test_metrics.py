@@ -28,7 +28,9 @@ DOCUMENTED: dict[str, tuple[str, tuple[str, ...]]] = {
     "rrd_job_learning_rate": ("gauge", ("rrd_job",)),
     "rrd_job_last_step_timestamp_seconds": ("gauge", ("rrd_job",)),
     "rrd_job_last_checkpoint_timestamp_seconds": ("gauge", ("rrd_job",)),
+    "rrd_job_last_checkpoint_step": ("gauge", ("rrd_job",)),
     "rrd_job_checkpoint_interval_seconds": ("gauge", ("rrd_job",)),
+    "rrd_job_checkpoint_interval_steps": ("gauge", ("rrd_job",)),
     "rrd_job_eta_seconds": ("gauge", ("rrd_job",)),
     "rrd_checkpoint_commits_total": ("counter", ("rrd_job",)),
     "rrd_checkpoint_failures_total": ("counter", ("rrd_job",)),
@@ -45,6 +47,7 @@ DOCUMENTED: dict[str, tuple[str, tuple[str, ...]]] = {
     "rrd_die_info": ("gauge", ("die", "uuid", "pci_bus_id", "model")),
     "rrd_die_expected": ("gauge", ()),
     "rrd_die_memory_bytes": ("gauge", ("die",)),
+    "rrd_die_memory_used_bytes": ("gauge", ("die",)),
     "rrd_spool_rejected_files": ("gauge", ()),
     "rrd_spool_watch_healthy": ("gauge", ()),
 }
@@ -56,8 +59,9 @@ def a_job(job: str = "a", **facts: Any) -> JobView:
         "id": job, "state": JobState.RUNNING, "method": "lora", "die": "0", "lane": "lane0", "step": 150,
         "target_steps": 1500, "loss": 2.5, "eval_loss": 2.25, "lr": 1e-4, "steps_run": 160, "tokens_run": 4096,
         "eta_seconds": 2820.0, "last_step_at": 1.7e9 + 0.25, "last_checkpoint_at": 1.7e9, "weight": 2.0,
-        "checkpoint_every_seconds": 600.0, "checkpoint_bytes": 60 << 20, "checkpoint_commits": 4,
-        "checkpoint_failures": 1, "checkpoint_fallbacks": 0, "crashes": 1, **facts})
+        "checkpoint_every_seconds": 600.0, "checkpoint_every_steps": 50, "last_checkpoint_step": 100,
+        "checkpoint_bytes": 60 << 20, "checkpoint_commits": 4, "checkpoint_failures": 1,
+        "checkpoint_fallbacks": 0, "crashes": 1, **facts})
 
 
 def a_snapshot(*jobs: JobView, **facts: Any) -> Snapshot:
@@ -66,7 +70,7 @@ def a_snapshot(*jobs: JobView, **facts: Any) -> Snapshot:
         "jobs": jobs or (a_job(),),
         "dies": [DieView(name="0", lane="lane0", device="cuda:0", state="computing", jobs=["a"], worker_pid=7,
                          restarts=2, refusals=3, model="Tesla K80", uuid="GPU-1", pci_bus_id="0000:03:00.0",
-                         memory_bytes=12 << 30),
+                         memory_bytes=12 << 30, memory_used_bytes=7 << 30),
                  DieView(name="1", lane="lane0", device="cpu", state="off")],
         "lanes": [LaneView(name="lane0", gate="none", dies=["0", "1"], round=12, busy_seconds=95.5, seconds=100.0)],
         **facts})
@@ -147,13 +151,15 @@ def test_what_a_snapshot_says_is_what_is_scraped() -> None:
         "rrd_job_step": 150, "rrd_job_target_steps": 1500, "rrd_job_steps_run_total": 160, "rrd_job_tokens_total": 4096,
         "rrd_job_loss": 2.5, "rrd_job_eval_loss": 2.25, "rrd_job_learning_rate": 1e-4, "rrd_job_weight": 2,
         "rrd_job_last_step_timestamp_seconds": 1.7e9 + 0.25, "rrd_job_last_checkpoint_timestamp_seconds": 1.7e9,
-        "rrd_job_checkpoint_interval_seconds": 600, "rrd_job_eta_seconds": 2820, "rrd_job_crashes": 1,
+        "rrd_job_checkpoint_interval_seconds": 600, "rrd_job_checkpoint_interval_steps": 50,
+        "rrd_job_last_checkpoint_step": 100, "rrd_job_eta_seconds": 2820, "rrd_job_crashes": 1,
         "rrd_checkpoint_bytes": 60 << 20, "rrd_checkpoint_commits_total": 4, "rrd_checkpoint_failures_total": 1,
         "rrd_checkpoint_fallbacks_total": 0,
     }.items():
         assert s.value(name, rrd_job="a") == value, name
     for name, value in {"rrd_worker_up": 1, "rrd_worker_restarts_total": 2, "rrd_gate_refusals_total": 3,
-                        "rrd_die_memory_bytes": 12 << 30, "rrd_die_jobs": 1, "rrd_die_fenced": 0}.items():
+                        "rrd_die_memory_bytes": 12 << 30, "rrd_die_memory_used_bytes": 7 << 30,
+                        "rrd_die_jobs": 1, "rrd_die_fenced": 0}.items():
         assert s.value(name, die="0") == value, name
     assert s.value("rrd_worker_up", die="1") == 0
     assert s.value("rrd_die_info", die="0", uuid="GPU-1", pci_bus_id="0000:03:00.0", model="Tesla K80") == 1

@@ -63,6 +63,15 @@ def graph(title: str, *queries: Query, width: int = 12, height: int = 8, fill: i
     return panel("timeseries", title, queries, width=width, height=height, options=options, custom=custom, **more)
 
 
+def table(title: str, query: str, *, text: str = "") -> dict[str, Any]:
+    """The labels of what ``query`` finds, without those that are Prometheus' own."""
+    own = dict.fromkeys(("Time", "Value", "__name__", "job"), True)
+    return {**panel("table", title, [(query, "")], width=12, height=8, instant=True, text=text,
+                    options={"showHeader": True, "cellHeight": "sm", "frameIndex": 0},
+                    custom={"align": "left", "cellOptions": {"type": "auto"}, "inspect": False}),
+            "transformations": [{"id": "organize", "options": {"excludeByName": own}}]}
+
+
 def quantile(share: float, name: str) -> Query:
     """Of a histogram, for each die."""
     return (f"histogram_quantile({share}, sum by (instance, die, le) (rate({name}_bucket{D}[$__rate_interval])))",
@@ -161,7 +170,9 @@ def checkpoints() -> list[dict[str, Any]]:
         graph("Size", (f"rrd_checkpoint_bytes{J}", "{{rrd_job}}"), unit="bytes", width=8, fill=0),
         graph("Room on the disk", (f"rrd_disk_free_bytes{I}", "{{instance}} free"), unit="bytes", width=8, min=0),
         graph("Whose cadence is missed", (f"(time() - rrd_job_last_checkpoint_timestamp_seconds{J}) / "
-              f"rrd_job_checkpoint_interval_seconds{J}", "{{rrd_job}}"), width=8, fill=0,
+              f"rrd_job_checkpoint_interval_seconds{J}", "{{rrd_job}}"),
+              (f"(rrd_job_step{J} - rrd_job_last_checkpoint_step{J}) / rrd_job_checkpoint_interval_steps{J}",
+               "{{rrd_job}}"), width=8, fill=0,
               text="Age of the newest checkpoint, in cadences. RrdCheckpointStale fires above 3."),
     ]
 
@@ -177,20 +188,19 @@ def dies() -> list[dict[str, Any]]:
               custom={"fillOpacity": 75, "lineWidth": 0}),
         graph("Workers started again", (f"increase(rrd_worker_restarts_total{D}[$__rate_interval])", "die {{die}}"),
               bars=True, calcs=("sum",), text="Each costs its jobs the steps since their newest checkpoints."),
-        panel("table", "Dies", [(f"rrd_die_info{D}", "")], width=12, height=8, instant=True,
-              options={"showHeader": True, "cellHeight": "sm", "frameIndex": 0},
-              custom={"align": "left", "cellOptions": {"type": "auto"}, "inspect": False}),
-        panel("table", "Jobs that failed, wait or are paused", [
-              (f"rrd_job_info{RESTING}", "")],
-              width=12, height=8, instant=True, text="`rrd status JOB` says why, and what to do.",
-              options={"showHeader": True, "cellHeight": "sm", "frameIndex": 0},
-              custom={"align": "left", "cellOptions": {"type": "auto"}, "inspect": False}),
-        graph("Memory of each die", (f"rrd_die_memory_bytes{D}", "die {{die}}"), unit="bytes", width=8, fill=0, min=0,
-              text="What the die has. What is used: DCGM_FI_DEV_FB_USED, joined by uuid; see docs/monitoring.md."),
+        table("Dies", f"rrd_die_info{D}"),
+        table("Jobs that failed, wait or are paused", f"rrd_job_info{RESTING}",
+              text="`rrd status JOB` says why, and what to do."),
+        graph("Memory that each die's worker holds", (f"rrd_die_memory_used_bytes{D}", "die {{die}}"), unit="bytes",
+              width=6, fill=0, min=0, text="Of a card what torch has reserved there, of a CPU die what is resident."),
+        panel("bargauge", "Of the die's memory", [(f"100 * rrd_die_memory_used_bytes{D} / rrd_die_memory_bytes{D}",
+              "die {{die}}")], width=6, height=8, unit="percent", instant=True, min=0, max=100, decimals=0,
+              steps=((None, GREEN), (90, AMBER), (97, RED)), options=bars_of("color"),
+              text="CPU dies share the machine's. The chip's own view: DCGM_FI_DEV_FB_USED, see docs/monitoring.md."),
         graph("Deaths since a job's last new step", (f"rrd_job_crashes{J} > 0 or 0 * sum(rrd_start_time_seconds{I})",
-              "{{rrd_job}}"), width=8, fill=30, text="At 3 the job has failed."),
+              "{{rrd_job}}"), width=6, fill=30, text="At 3 the job has failed."),
         graph("Alerts that fire", ('sum by (alertname) (ALERTS{alertname=~"Rrd.*", alertstate="firing"}) '
-              f"or 0 * sum(rrd_start_time_seconds{I})", "{{alertname}}"), width=8, bars=True),
+              f"or 0 * sum(rrd_start_time_seconds{I})", "{{alertname}}"), width=6, bars=True),
     ]
 
 

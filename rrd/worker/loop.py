@@ -112,7 +112,7 @@ class Loop:
         self.channel.send(Loaded(
             job=order.job, step=r.trainer.step, tokens=r.trainer.tokens, samples=len(r.trainer.data),
             seconds=time.monotonic() - start, resumed=r.resumed, fallbacks=r.fallbacks, notes=r.notes,
-            memory_bytes=torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None))
+            memory_bytes=held_bytes(self.device)))
 
     def _visit(self, order: Run) -> None:
         """Steps until the order is filled, the job is done, or another order waits; then, if told to, a checkpoint."""
@@ -129,7 +129,8 @@ class Loop:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # after VisitDone nothing may touch the die
         self.channel.send(VisitDone(job=order.job, step=r.trainer.step, steps=steps, seconds=seconds,
-                                    copied=saved is not None, copy_seconds=copy_seconds))
+                                    copied=saved is not None, copy_seconds=copy_seconds,
+                                    memory_bytes=held_bytes(self.device)))
         if saved:
             self.writer.submit(r, saved, order.keep)  # no earlier: its report must not overtake VisitDone
 
@@ -192,6 +193,15 @@ class Loop:
             r.close()
         used = {id(r.trainer.base) for r in self.residents.values()}
         self.bases = {key: base for key, base in self.bases.items() if id(base) in used}
+
+
+def held_bytes(device: torch.device) -> int:
+    """What this process holds on its die: of a card what torch has reserved, of a CPU what is resident of it, the
+    pages that it shares with other workers included."""
+    if device.type == "cuda":
+        return int(torch.cuda.memory_reserved(device))
+    with open("/proc/self/statm") as f:  # see proc(5)
+        return int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def card_facts(p: Any) -> dict[str, object]:

@@ -11,27 +11,16 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
+from rrd import messages
 from rrd.config import Config
 from rrd.config import Lane as LaneSpec
-from rrd.die import STOP_PATIENCE, Die
+from rrd.die import Die
+from rrd.errands import COMMIT_SECONDS, Errands
 from rrd.errors import TryLater
 from rrd.gate import Gate
 from rrd.handle import Nursery, Worker, WorkerGone
 from rrd.host import Host
-from rrd.messages import (
-    CommitFailed,
-    Committed,
-    Evict,
-    Evicted,
-    Export,
-    Exported,
-    Failed,
-    Load,
-    Loaded,
-    Message,
-    VisitDone,
-    Yield,
-)
+from rrd.messages import CommitFailed, Committed, Message
 from rrd.roster import Job, Leave
 from rrd.rotation import Rotation, Turn
 from rrd.snapshot import DieView, LaneView, VisitView
@@ -57,8 +46,7 @@ class Lane:
         self.computing: tuple[Job, Die] | None = None
         self.busy_seconds = 0.0
         self.seconds = 0.0
-        self._errands: dict[str, float] = {}
-        """Jobs that want something outside their turns, and from when on: to leave, or to be saved at last."""
+        self._errands = Errands()
         self._wake = asyncio.Event()
 
     # --- moving jobs ---
@@ -74,25 +62,25 @@ class Lane:
     def take_off(self, job: Job, leave: Leave) -> None:
         """Take ``job`` off its die as soon as the step in progress has ended; ``host.left`` follows."""
         job.leave = leave
-        self._errands[job.id] = self.monotonic()
+        self._errands.want(job.id, self.monotonic())
         self.wake()
         self.interrupt()
 
     def interrupt(self) -> None:
         """End the visit in progress after its step."""
         if self.computing and (worker := self.computing[1].worker):
-            worker.tell(Yield())
+            worker.tell(messages.Yield())
 
     def wake(self) -> None:
         self._wake.set()
 
-    def _forget(self, job: Job) -> None:
-        """Take ``job`` out of the books; its worker has forgotten it, or is gone."""
+    def drop(self, job: Job) -> None:
+        """Take ``job`` out of the books, without a word to its worker, which has forgotten it or is gone."""
         if job.id in self.jobs:
             self.rotation.remove(job.id)
             del self.jobs[job.id]
             self.dies[job.die or ""].jobs.pop(job.id, None)
-        self._errands.pop(job.id, None)
+        self._errands.drop(job.id)
         job.off_die()
         job.die = job.lane = job.leave = None
         job.held = False
@@ -196,17 +184,17 @@ class Lane:
         return await die.bring_up(self.nursery, self.config, lambda report: self._hear(die, report))
 
     async def _load(self, job: Job, die: Die, worker: Worker) -> None:
-        order = Load(job=job.id, spec=job.spec, expect_step=job.record.announced_step)
-        answer = await self._ask(job, die, worker, order, Loaded)
-        if isinstance(answer, Loaded):
+        order = messages.Load(job=job.id, spec=job.spec, expect_step=job.record.announced_step)
+        answer = await self._ask(job, die, worker, order, messages.Loaded)
+        if isinstance(answer, messages.Loaded):
             self.host.loaded(job, die, answer)
 
     async def _steps(self, job: Job, die: Die, worker: Worker, turn: Turn) -> None:
         """A visit's steps, a checkpoint where one is due, an export where one is due; and the end of the job."""
         assert job.total is not None
         n, seconds = job.visit()
-        answer = await self._ask(job, die, worker, job.order(n, seconds, round=turn.round), VisitDone)
-        if not isinstance(answer, VisitDone):
+        answer = await self._ask(job, die, worker, job.order(n, seconds, round=turn.round), messages.VisitDone)
+        if not isinstance(answer, messages.VisitDone):
             return
         die.suspect = ""  # it can still train
         self.busy_seconds += answer.seconds
@@ -223,11 +211,11 @@ class Lane:
 
     async def _copy_aside(self, job: Job, die: Die, worker: Worker) -> bool:
         """Have a checkpoint of the state as it is copied aside; it is written while others have their turns."""
-        return await self._ask(job, die, worker, job.order(0, checkpoint=True), VisitDone) is not None
+        return await self._ask(job, die, worker, job.order(0, checkpoint=True), messages.VisitDone) is not None
 
-    async def _export(self, job: Job, die: Die, worker: Worker) -> Exported | None:
-        answer = await self._ask(job, die, worker, Export(job=job.id, output=job.output), Exported)
-        if not isinstance(answer, Exported):
+    async def _export(self, job: Job, die: Die, worker: Worker) -> messages.Exported | None:
+        answer = await self._ask(job, die, worker, messages.Export(job=job.id, output=job.output), messages.Exported)
+        if not isinstance(answer, messages.Exported):
             return None
         job.exported_step = job.step
         self.host.exported(job, answer)
@@ -236,24 +224,30 @@ class Lane:
     async def _finish(self, job: Job, die: Die, worker: Worker) -> None:
         """The end of a trained job: its last checkpoint, its adapter, and off the die."""
         self.host.finishing(job)
-        if not await self._save(job, die, worker):
-            self._hold_for_disk(job)
-        elif await self._export(job, die, worker) and await self._evict(job, die, worker) and not job.leave:
-            self._forget(job)
+        if not await self._saved(job, die, worker) or not await self._export(job, die, worker):
+            return
+        if await self._evict(job, die, worker) and not job.leave:
+            self.drop(job)
             self.host.finished(job)
 
-    async def _save(self, job: Job, die: Die, worker: Worker) -> bool:
-        """A checkpoint of the state as it is, durable when this returns True."""
-        if job.step == job.saved_step:
-            return True
-        if not await self._copy_aside(job, die, worker):
+    async def _saved(self, job: Job, die: Die, worker: Worker) -> bool:
+        """Whether a checkpoint of the state as it is, is durable. If not, it is made one; the job rests meanwhile, and
+        the end of the write is an errand: the die and the lane are free for others."""
+        if job.step != job.saved_step and not job.saving and not await self._copy_aside(job, die, worker):
             return False
-        while job.saving:
-            await worker.ask(None, Committed, CommitFailed, patience=lambda: STOP_PATIENCE)
-        return job.saved_step == job.step
+        if job.saving:
+            self._await_commit(job)
+            return False
+        if job.step != job.saved_step:
+            self._hold_for_disk(job)
+        return job.step == job.saved_step
+
+    def _await_commit(self, job: Job) -> None:
+        self._errands.await_commit(job.id, self.monotonic())
+        self.rotation.hold(job.id)
 
     async def _evict(self, job: Job, die: Die, worker: Worker) -> bool:
-        if await self._ask(job, die, worker, Evict(job=job.id), Evicted) is None:
+        if await self._ask(job, die, worker, messages.Evict(job=job.id), messages.Evicted) is None:
             return False
         job.off_die()
         return True
@@ -261,7 +255,7 @@ class Lane:
     async def _ask(self, job: Job, die: Die, worker: Worker, order: Message, *answers: type[Message]) -> Message | None:
         """The answer, or None when the worker says that it failed; the host then knows."""
         answer = await worker.ask(order, *answers, patience=lambda: job.patience(self.config.hang_seconds))
-        if isinstance(answer, Failed):
+        if isinstance(answer, messages.Failed):
             job.off_die()
             self.host.failed(job, die, answer)
             return None
@@ -272,23 +266,26 @@ class Lane:
         if job is not None:
             job.hear(report, self.wall(), self.monotonic())
         self.host.heard(job, die, report)
+        if job and isinstance(report, (Committed, CommitFailed)) and self._errands.commit_over(job.id):
+            if isinstance(report, CommitFailed) and report.step == job.step and job.needs_save:
+                self._hold_for_disk(job)
+            else:
+                self._errands.want(job.id, self.monotonic())
+            self.wake()
 
     # --- outside the turns ---
 
     def _due(self, job: Job) -> float:
         """When the job's errand can be run: it waits for the die's back-off if it needs the die."""
         backed_off = self.rotation.retry_at(job.die or "") if job.resident else None
-        return max(self._errands[job.id], backed_off or 0.0)
+        return max(self._errands.at(job.id), backed_off or 0.0)
 
     async def _errand(self, job: Job) -> None:
         """Save a job that leaves, and have its worker forget it; or one that waits for its disk, to let it go on."""
         die = self.dies[job.die or ""]
         try:
-            if job.resident:
-                async with self._granted(die):
-                    if not await self._save_or_evict(job, die, await self._worker(die)):
-                        self._hold_for_disk(job)
-                        return
+            if job.resident and not await self._settle(job, die):
+                return
         except TryLater as e:
             self._refused(die, e.message)
             return
@@ -297,39 +294,42 @@ class Lane:
         if job.id not in self._errands:
             return  # dropped by the host, or lost with its worker
         if (leave := job.leave) is None:
-            del self._errands[job.id]
-            self._unhold(job)
-            self.host.disk_back(job)
+            self._errands.drop(job.id)
+            self.rotation.free(job.id)
+            if job.held:
+                job.held = False
+                self.host.disk_back(job)
         elif not job.resident:
-            self._forget(job)
+            self.drop(job)
             self.host.left(job, leave)
 
-    async def _save_or_evict(self, job: Job, die: Die, worker: Worker) -> bool:
-        """False if the disk does not take the job."""
-        if (job.leave is None or job.leave.save) and not await self._save(job, die, worker) and job.resident:
+    async def _settle(self, job: Job, die: Die) -> bool:
+        """What the errand needs of the worker; False where that is not over yet."""
+        if job.saving:
+            if self._errands.overdue(job.id, self.monotonic()) and die.worker:
+                await die.worker.end_now(f"did not write a checkpoint within {COMMIT_SECONDS:.0f} s")
+                raise WorkerGone(die.worker.end)
+            self._await_commit(job)  # whatever is wanted: a worker forgets nobody whom it is writing
             return False
-        if job.leave and job.resident:
-            await self._evict(job, die, worker)
+        if job.leave is None and not job.needs_save:
+            return True
+        async with self._granted(die):
+            worker = await self._worker(die)
+            if job.needs_save and not await self._saved(job, die, worker) and job.resident:
+                return False
+            if job.leave and job.resident:
+                await self._evict(job, die, worker)
         return True
-
-    def drop(self, job: Job) -> None:
-        """Take a job that its worker no longer holds off its die at once, without a word to it."""
-        self._forget(job)
 
     def _hold_for_disk(self, job: Job) -> None:
         """Training went on for a cadence more than the disk could take: rest, resident, until it takes it."""
         if not job.resident:
             return  # it was not the disk
-        self._errands[job.id] = self.monotonic() + RETRY_SECONDS
+        self._errands.want(job.id, self.monotonic() + RETRY_SECONDS)
         if not job.held:
             job.held = True
             self.rotation.hold(job.id)
             self.host.disk_full(job)
-
-    def _unhold(self, job: Job) -> None:
-        if job.held:
-            job.held = False
-            self.rotation.free(job.id)
 
     # --- faults ---
 
@@ -338,9 +338,10 @@ class Lane:
         die.worker = None
         for each in die.jobs.values():
             each.off_die()
-            self._unhold(each)  # what the disk did not take is lost
+            each.held = False  # what the disk did not take is lost
+            self.rotation.free(each.id)
             if each.leave is None:
-                self._errands.pop(each.id, None)
+                self._errands.drop(each.id)
         self.rotation.refused(die.name, self.monotonic())  # a moment's pause, longer each time it happens in a row
         if job is not None and job.id in self.rotation:
             self.rotation.step_back(job.id)  # another of the die's jobs is to show whose fault it was

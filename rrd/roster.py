@@ -160,6 +160,11 @@ class Job:
         return now - self.saved_at >= (self.spec.checkpoint_seconds or math.inf)
 
     @property
+    def needs_save(self) -> bool:
+        """Whether it may not leave its die, or end, as it is: what it has learnt is not on disk."""
+        return self.step != self.saved_step and (self.leave is None or self.leave.save)
+
+    @property
     def export_due(self) -> bool:
         every = self.spec.export_every
         return bool(every) and self.step // (every or 1) > self.exported_step // (every or 1)

@@ -14,6 +14,7 @@ from world import DIE, HANG, STUCK, Disk, Workers, now, play
 
 from rrd.config import Config
 from rrd.die import Die
+from rrd.errands import COMMIT_SECONDS
 from rrd.errors import TryLater
 from rrd.gate import SimulatedGate
 from rrd.gate.simulated import Act
@@ -520,6 +521,42 @@ def test_a_disk_full_at_the_end_delays_the_end(tmp_path: Path) -> None:
         b.disk.full = False
         await b.until_told("finished")
         assert b.disk.checkpoints["a"] == [8] and b.workers.exports == [("a", 8)]
+
+    story(tmp_path, tell)
+
+
+@pytest.mark.parametrize("why", ["end", "leave", "cancel"])
+def test_a_slow_disk_at_a_jobs_end_costs_the_others_no_turn(tmp_path: Path, why: str) -> None:
+    """The die is held while the state is copied aside, and again to export and evict; not while it is written."""
+    async def tell(b: Bench) -> None:
+        b.workers.write_seconds = 100.0
+        job = b.put("a", 0, max_steps=30 if why == "end" else 10**6, checkpoint_every=30)
+        mate, other = b.put("mate", 0, checkpoint_every=10**6), b.put("b", 1, checkpoint_every=10**6)
+        await b.until_step("a", 30)
+        if why != "end":
+            await b.until(lambda: job.saving)
+            b.lane.take_off(job, Leave(JobState.PAUSED if why == "leave" else JobState.CANCELLED, save=why == "leave"))
+        start, before = now(), (mate.step, other.step)
+        await b.until_told("finished" if why == "end" else "left")
+        assert (b.disk.checkpoints["a"] or [30])[0] == 30 and now() - start > 90
+        run = 0.1 * (mate.step - before[0] + other.step - before[1])
+        assert run > 0.95 * (now() - start), "the lane stood"
+        assert b.orders(Evict) == ["a"] and b.workers.on("0").residents.keys() == {"mate"}
+
+    story(tmp_path, tell)
+
+
+def test_a_write_that_never_ends_is_a_hang_in_the_end(tmp_path: Path) -> None:
+    async def tell(b: Bench) -> None:
+        b.workers.write_seconds = 10**6
+        job = b.put("a", 0, max_steps=30, checkpoint_every=10**6)
+        await b.until(lambda: job.saving)
+        start = now()
+        await b.until_told("crashed", seconds=COMMIT_SECONDS + 10)
+        assert now() - start > COMMIT_SECONDS - 10
+        assert b.host.of("crashed")[0][2] == "the worker did not write a checkpoint within 600 s and was ended"
+        b.workers.write_seconds = 0.1
+        await b.until_told("finished")
 
     story(tmp_path, tell)
 

@@ -16,7 +16,7 @@ from typing import Any
 from toys import make_data, make_model, write_job
 
 from rrd import client
-from rrd.errors import NotRunning
+from rrd.errors import NotRunning, TryLater
 from rrd.snapshot import JobView, Snapshot
 
 DEADLINE = 120.0
@@ -69,7 +69,7 @@ class Box:
 
     def snapshot(self) -> Snapshot | None:
         """None while nothing answers."""
-        with contextlib.suppress(NotRunning):
+        with contextlib.suppress(NotRunning, TryLater):  # TryLater: a test machine that has no second for it
             return Snapshot.model_validate(self.ask("status"))
         return None
 
@@ -100,14 +100,14 @@ class Box:
     def wait_state(self, name: str, state: str, seconds: float = DEADLINE) -> JobView:
         return self.wait_job(name, lambda j: j.state == state, seconds)
 
-    def wait_done(self, *names: str) -> None:
+    def wait_done(self, *names: str, seconds: float = DEADLINE) -> None:
         def done(s: Snapshot) -> bool:
             jobs = [s.job(n) for n in names]
             bad = [j for j in jobs if j and j.state == "failed"]
             assert not bad, f"{bad}\n{self.tail()}"
             return all(j is not None and j.state == "done" for j in jobs)
 
-        self.wait(done, f"{names} were never done")
+        self.wait(done, f"{names} were never done", seconds)
 
     def tail(self, n: int = 6000) -> str:
         """The end of its log."""
@@ -122,6 +122,12 @@ class Box:
     def worker_pids(self) -> list[int]:
         s = self.snapshot()
         return [d.worker_pid for d in s.dies if d.worker_pid] if s else []
+
+
+def digest_of(result: Path) -> str:
+    """sha256 of the weights that a job came to, an adapter's or a whole model's."""
+    found = [result / name for name in ("adapter_model.safetensors", "model.safetensors") if (result / name).exists()]
+    return hashlib.sha256(found[0].read_bytes()).hexdigest()
 
 
 def digest(adapter: Path) -> str:
@@ -148,4 +154,4 @@ def toy_keys(root: Path, **more: Any) -> dict[str, Any]:
             "steps_per_visit": 3, **more}
 
 
-__all__ = ["Box", "box", "digest", "signal", "toy_keys", "write_job"]
+__all__ = ["Box", "box", "digest", "digest_of", "signal", "toy_keys", "write_job"]

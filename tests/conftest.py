@@ -3,4 +3,5 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))  # toys and boxes, for tests in subdirectories
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE / "campaign")]  # toys and boxes for tests in subdirectories; the campaign for all

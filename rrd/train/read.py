@@ -1,8 +1,7 @@
-"""Records from a data file that nobody has checked yet: JSON lines in five shapes, or plain text.
+"""Records from a data file that nobody has checked yet: JSON lines in many shapes, or plain text.
 
-The file is read once, in bytes, and split on ``b"\\n"`` only (``str.splitlines`` would cut at U+2028). A line that
-cannot be used is named with its number and its reason and skipped; more of them than the job allows, and the job is
-refused.
+Text is read in bytes and split on ``b"\\n"`` only (``str.splitlines`` would cut at U+2028). A line that cannot be used
+is named with its number and its reason and skipped; more of them than the job allows, and the job is refused.
 """
 
 from __future__ import annotations
@@ -11,13 +10,16 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, NoReturn
+from typing import BinaryIO, NoReturn
 
 from rrd.errors import BadJob
 from rrd.text import one_line
+from rrd.train.shapes import BadLine, Record, Turn, turns_of
+
+__all__ = ["BadLine", "BadLines", "DataFile", "Record", "Turn", "kind_of", "open_regular", "parse", "records"]
 
 LINE_LIMIT = 16 << 20
 """Bytes a line may have: a file without line ends must not fill the memory."""
@@ -28,33 +30,7 @@ TEXT_PIECE = 1 << 16
 NAMED = 1000
 """So many bad lines are named; beyond them they are only counted."""
 
-_JSON_LINES = {".jsonl", ".ndjson", ".json"}
-_SPEAKERS = {
-    "system": "system", "developer": "system", "user": "user", "human": "user", "tool": "tool", "function": "tool",
-    "assistant": "assistant", "gpt": "assistant", "model": "assistant", "bot": "assistant", "chatgpt": "assistant",
-}
-
-
-class Turn(NamedTuple):
-    """One speaker's words. ``role``: text, prompt, completion, system, user, tool or assistant.
-
-    Losses are taken on text, completion and assistant; the others are context.
-    """
-
-    role: str
-    text: str
-
-
-class Record(NamedTuple):
-    """One training example: where it starts, and its turns. ``continues``: more of the text of the record before."""
-
-    line: int
-    turns: tuple[Turn, ...]
-    continues: bool = False
-
-
-class BadLine(Exception):
-    """Why one line cannot be used."""
+_KINDS = {".jsonl": "lines", ".ndjson": "lines", ".json": "lines", ".txt": "text", ".parquet": "parquet"}
 
 
 @dataclass
@@ -89,16 +65,26 @@ class BadLines:
 
 
 class DataFile:
-    """An open data file: its lines, how far it is read, and the digest of the bytes read so far."""
+    """An open data file, or a part of one: its lines, how far it is read, and the digest of the bytes read so far.
 
-    def __init__(self, path: str) -> None:
+    A part is whole lines from byte ``begin`` to before ``end``; its lines are counted from 1.
+    """
+
+    def __init__(self, path: str, begin: int = 0, end: int | None = None) -> None:
         """Open ``path`` for one pass. Raises BadJob unless it is a regular, readable file of a kind we know."""
         self.path = path
-        self.is_text = _kind(path)
+        self.kind = kind_of(path)
         self._file = open_regular(path, what="the data file")
         self.size = os.fstat(self._file.fileno()).st_size
-        self.position = 0
+        self.begin = self.position = begin
+        self.end = self.size if end is None else end
+        self.line = 0
         self._sha = hashlib.sha256()
+        self._file.seek(begin)
+
+    @property
+    def is_text(self) -> bool:
+        return self.kind == "text"
 
     def __enter__(self) -> DataFile:
         return self
@@ -112,17 +98,16 @@ class DataFile:
 
     def lines(self) -> Iterator[tuple[int, bytes | None]]:
         """Each line as (number from 1, bytes without its end); None instead of bytes beyond LINE_LIMIT."""
-        number = 0
-        while line := self._read():
-            number += 1
-            if number == 1:
+        while self.position < self.end and (line := self._read()):
+            self.line += 1
+            if self.position == len(line):  # the file's first
                 _check_start(line, self.path)
                 line = line.removeprefix(b"\xef\xbb\xbf")
             if line.endswith(b"\n") or len(line) <= LINE_LIMIT:
-                yield number, line.removesuffix(b"\n").removesuffix(b"\r")
+                yield self.line, line.removesuffix(b"\n").removesuffix(b"\r")
             else:
                 self._skip_line()
-                yield number, None
+                yield self.line, None
 
     def _read(self) -> bytes:
         try:
@@ -152,15 +137,15 @@ def open_regular(path: str, *, what: str) -> BinaryIO:
     return os.fdopen(fd, "rb", buffering=1 << 20)
 
 
-def _kind(path: str) -> bool:
-    """Whether ``path`` is plain text (or else JSON lines). Raises BadJob for other kinds."""
+def kind_of(path: str) -> str:
+    """What ``path`` holds by its name: "lines" of JSON, "text" or "parquet". Raises BadJob for other kinds."""
     ending = Path(path).suffix.lower()
     if ending == ".parquet":
         raise BadJob("parquet is not read yet", file=path, hint="write it as JSON lines: one object a line")
-    if ending not in _JSON_LINES | {".txt"}:
+    if ending not in _KINDS:
         raise BadJob(f"data files end in .jsonl or .txt, not {one_line(ending, 20) or 'nothing'}", file=path,
                      hint="rename it to what it holds: .jsonl for one JSON object a line, .txt for plain text")
-    return ending == ".txt"
+    return _KINDS[ending]
 
 
 def _check_start(line: bytes, path: str) -> None:
@@ -180,7 +165,7 @@ def _check_start(line: bytes, path: str) -> None:
 
 def records(source: DataFile, bad: BadLines) -> Iterator[Record]:
     """The usable records of ``source`` in order; the others go to ``bad``."""
-    return _text(source, bad) if source.is_text else _json_lines(source, bad)
+    return _text(source, bad) if source.kind == "text" else _json_lines(source, bad)
 
 
 def _json_lines(source: DataFile, bad: BadLines) -> Iterator[Record]:
@@ -196,7 +181,7 @@ def _json_lines(source: DataFile, bad: BadLines) -> Iterator[Record]:
 def _text(source: DataFile, bad: BadLines) -> Iterator[Record]:
     """The file as one running text, in pieces that end between paragraphs where they can."""
     piece: list[str] = []
-    size, start, continues, blank = 0, 1, False, False
+    size, start, continues, blank = 0, 1, source.begin > 0, False
     for number, line in source.lines():
         try:
             words = _decode(line)
@@ -215,13 +200,7 @@ def _text(source: DataFile, bad: BadLines) -> Iterator[Record]:
 
 def parse(line: bytes | None) -> tuple[Turn, ...]:
     """The turns of one JSON line. Raises BadLine with the reason."""
-    row = _load(_decode(line))
-    for keys, shape in _SHAPES:
-        if keys <= row.keys():
-            return shape(row)
-    found = ", ".join(sorted(row)[:8]) or "none"
-    raise BadLine(f"no keys that make an example (text; prompt and completion; instruction and output; messages; "
-                  f"conversations): found {one_line(found, 120)}")
+    return turns_of(_load(_decode(line)))
 
 
 def _decode(line: bytes | None) -> str:
@@ -247,72 +226,3 @@ def _load(line: str) -> dict[str, object]:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON number")
-
-
-def _words(row: dict[str, object], key: str, *, may_be_empty: bool = False) -> str:
-    """The string under ``key``: text that is there and that UTF-8 can hold."""
-    text = row.get(key)
-    if not isinstance(text, str):
-        raise BadLine(f"{key} is {'missing' if text is None else 'not a string'}")
-    if not may_be_empty and not text.strip():
-        raise BadLine(f"{key} is empty")
-    try:
-        text.encode()
-    except UnicodeEncodeError as e:
-        raise BadLine(f"{key} holds half a character (a lone surrogate)") from e
-    return text
-
-
-def _plain(row: dict[str, object]) -> tuple[Turn, ...]:
-    return (Turn("text", _words(row, "text")),)
-
-
-def _pair(row: dict[str, object]) -> tuple[Turn, ...]:
-    return Turn("prompt", _words(row, "prompt", may_be_empty=True)), Turn("completion", _words(row, "completion"))
-
-
-def _alpaca(row: dict[str, object]) -> tuple[Turn, ...]:
-    asked = _words(row, "instruction")
-    extra = _words(row, "input", may_be_empty=True) if row.get("input") is not None else ""
-    asked += "\n\n" + extra if extra.strip() else ""
-    return Turn("user", asked), Turn("assistant", _words(row, "output"))
-
-
-def _messages(row: dict[str, object]) -> tuple[Turn, ...]:
-    return _dialogue(row["messages"], "messages", "role", "content")
-
-
-def _conversations(row: dict[str, object]) -> tuple[Turn, ...]:
-    return _dialogue(row["conversations"], "conversations", "from", "value")
-
-
-def _dialogue(said: object, key: str, who: str, what: str) -> tuple[Turn, ...]:
-    if not isinstance(said, list) or not said:
-        raise BadLine(f"{key} is {'empty' if said == [] else 'not a list'}")
-    turns = [_turn(t, f"{key}[{i}]", who, what) for i, t in enumerate(said)]
-    while turns and turns[-1].role != "assistant":  # words after the last answer teach nothing
-        turns.pop()
-    if not turns:
-        raise BadLine(f"{key} has no turn of the assistant to learn from")
-    return tuple(turns)
-
-
-def _turn(said: object, where: str, who: str, what: str) -> Turn:
-    if not isinstance(said, dict):
-        raise BadLine(f"{where} is not an object")
-    try:
-        role, text = _words(said, who), _words(said, what)
-    except BadLine as e:
-        raise BadLine(f"{where}: {e}") from e
-    if role not in _SPEAKERS:
-        raise BadLine(f"{where}: {who} is {one_line(role, 30)!r}, not system, user, assistant or tool")
-    return Turn(_SPEAKERS[role], text)
-
-
-_SHAPES: tuple[tuple[set[str], Callable[[dict[str, object]], tuple[Turn, ...]]], ...] = (
-    ({"messages"}, _messages),
-    ({"conversations"}, _conversations),
-    ({"prompt", "completion"}, _pair),
-    ({"instruction", "output"}, _alpaca),  # before text: the alpaca files carry both
-    ({"text"}, _plain),
-)

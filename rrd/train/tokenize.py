@@ -157,18 +157,17 @@ class HuggingFace:
 
 
 def _chatml(turns: Iterable[Turn]) -> Iterable[Span]:
-    for i, (role, text) in enumerate(turns):
+    for i, (role, text, learn) in enumerate(turns):
         yield Span(("\n" if i else "") + f"{IM_START}{role}\n", False)
-        yield Span(text + IM_END, role == "assistant")
+        yield Span(text + IM_END, learn and role == "assistant")
 
 
 def _plain_turns(turns: Iterable[Turn], eos: int | None) -> Iterable[Span]:
-    for i, (role, text) in enumerate(turns):
-        learn = role == "assistant"
+    for i, (role, text, learn) in enumerate(turns):
         yield Span(("\n\n" if i else "") + f"{role.capitalize()}:", False)
-        yield Span(f" {text.strip()}", learn)
-        if learn and eos is not None:
-            yield Span(eos, True)
+        yield Span(f" {text.strip()}", learn and role == "assistant")
+        if role == "assistant" and eos is not None:
+            yield Span(eos, learn)
 
 
 def merged(spans: Iterable[Span]) -> list[Span]:

@@ -80,7 +80,7 @@ class World:
         return [t for turn in record.turns for t in self._turn(turn)]
 
     def _turn(self, turn: Turn) -> Iterable[int]:
-        learn = turn.role == "assistant"
+        learn = turn.learn and turn.role == "assistant"
         said = re.sub(r"\n{2,}", "\n", turn.text.replace("\r\n", "\n")).strip()
         yield from (~t for t in self.words(f"{turn.role.capitalize()}:"))
         assert self._stop is not None

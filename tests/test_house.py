@@ -26,6 +26,8 @@ FLOORS: dict[str, int] = {
     "handle": 3, "keeper": 3, "herald": 4, "die": 4, "host": 4, "lane": 4, "preparer": 4,
     "scheduler": 5, "intake": 5, "verbs": 5,
     "control": 5, "web": 5, "daemon": 5, "cli": 6, "__main__": 6,
+    # the privileged helper: on the ground, leaning on nothing
+    "helper": 0,
     # worker tower
     "ops": 2, "models": 3, "optim": 3, "lora": 3, "train": 4, "worker": 5,
 }
@@ -78,6 +80,12 @@ def test_the_daemon_and_the_command_line_import_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
+@pytest.mark.parametrize("path", sorted((PACKAGE / "helper").glob("*.py")), ids=lambda p: p.name)
+def test_the_privileged_helper_stands_on_the_standard_library_alone(path: Path) -> None:
+    roots = {name.split(".")[0] for name in imports_of(path) if not name.startswith("rrd.helper.")}
+    assert roots <= set(sys.stdlib_module_names) | {"tomli"}  # tomllib, before Python 3.11
+
+
 UNSAFE = re.compile(r"torch\.load\(|\bimport pickle|\bfrom pickle|allow_pickle\s*=\s*True|trust_remote_code\s*=\s*True"
                     r"|(?<![.\w])(eval|exec)\(|yaml\.load\(|shell\s*=\s*True")
 
@@ -89,8 +97,8 @@ def test_nothing_loads_or_runs_what_it_was_given(path: Path) -> None:
 
 
 WRITES = re.compile(r"os\.(rename|replace|fsync|unlink)\(|\.write_bytes\(|\.write_text\(|open\([^)]*[\"'][wax]b?[\"']")
-MAY_WRITE = {"durable.py", "cli", "control.py", "entry.py"}
-"""durable itself; job files written for the user; the socket's file; /proc."""
+MAY_WRITE = {"durable.py", "cli", "control.py", "entry.py", "helper"}
+"""durable itself; job files written for the user; the socket's file; /proc; what a privileged helper keeps in /run."""
 
 
 def test_only_durable_writes_state() -> None:

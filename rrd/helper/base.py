@@ -1,0 +1,48 @@
+"""What the helper's parts say to each other."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class Refusal(Exception):
+    """Why a request is not done, in one sentence. ``later``: nothing is wrong, somebody else is first."""
+
+    def __init__(self, reason: str, *, later: bool = False) -> None:
+        super().__init__(reason)
+        self.reason, self.later = reason, later
+
+
+class BadSetup(Exception):
+    """A configuration that cannot be used as it stands: exit status 78, and no restart."""
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(f"{message} ({hint})" if hint else message)
+
+
+class Backend(Protocol):
+    """Opens and closes the dies of one group. One call at a time; never two dies open."""
+
+    @property
+    def dies(self) -> Sequence[str]:
+        """Their names."""
+
+    def start(self) -> None:
+        """Make sure that no die is open. Raises BadSetup for what the configuration gets wrong."""
+
+    def open(self, die: str) -> None:
+        """Give ``die`` the bus. Raises Refusal; ``die`` is then closed, as far as it still answers."""
+
+    def close(self, die: str) -> None:
+        """Take the bus from ``die``. Raises Refusal when it does not let go, or when nobody knows."""
+
+
+ERROR, WARNING, NOTICE, INFO = 3, 4, 5, 6
+
+
+def say(priority: int, text: str) -> None:
+    """One line for the journal, which reads the priority from its front; for a terminal, without."""
+    text = "".join(c if c.isprintable() else "?" for c in text)
+    print(text if sys.stderr.isatty() else f"<{priority}>{text}", file=sys.stderr, flush=True)

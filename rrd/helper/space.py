@@ -1,0 +1,111 @@
+"""A device's configuration space: its first 64 bytes, through sysfs.
+
+Registers as the PCI Local Bus Specification 3.0 (chapter 6) and the PCI-to-PCI Bridge Architecture Specification 1.2
+(chapter 3) number them. Each access is one access of its own width: the kernel hands an aligned pread or pwrite of 1,
+2 or 4 bytes on as such, and the upper half of the command's dword holds status bits that a write would clear.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from typing import Protocol
+
+IDS = 0x00
+"""Device and vendor, 4 bytes: all ones where nobody answers."""
+COMMAND = 0x04
+"""2 bytes."""
+MEMORY = 0x0002
+"""In the command: memory-space-enable. A device answers on its BARs, a bridge passes its windows on."""
+HEADER_TYPE = 0x0E
+"""1 byte: 0 a device, 1 a bridge; the top bit means that the device has several functions."""
+BAR = 0x10
+"""The first of 6 base address registers, 4 bytes each."""
+
+GONE = 0xFFFFFFFF
+"""What a read gives where nobody answers."""
+
+
+class Space(Protocol):
+    """The configuration space of one device. Both raise OSError when the kernel no longer knows the device."""
+
+    def read(self, at: int, size: int) -> int:
+        """``size`` bytes (1, 2, 4) at ``at``, little end first."""
+
+    def write(self, at: int, size: int, value: int) -> None:
+        """Write ``value``, ``size`` bytes, to ``at``."""
+
+
+class SysfsSpace:
+    """``<sysfs>/bus/pci/devices/<address>/config``. Opened when asked, and again after the device has been away."""
+
+    def __init__(self, directory: str) -> None:
+        self._path = f"{directory}/config"
+        self._fd = -1
+
+    def read(self, at: int, size: int) -> int:
+        """See Space."""
+        data = self._call(lambda fd: os.pread(fd, size, at))
+        if len(data) != size:
+            raise OSError(f"{self._path} is too short")
+        return int.from_bytes(data, "little")
+
+    def write(self, at: int, size: int, value: int) -> None:
+        """See Space."""
+        self._call(lambda fd: os.pwrite(fd, value.to_bytes(size, "little"), at))
+
+    def _call(self, call: Callable[[int], bytes | int]) -> bytes:
+        if self._fd < 0:
+            self._fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            done = call(self._fd)
+        except OSError:
+            self.close()
+            raise
+        return done if isinstance(done, bytes) else b""
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+class Bus(Protocol):
+    """The devices of a machine."""
+
+    def space(self, address: str) -> Space:
+        """The configuration space of the device at ``address``, such as "0000:05:00.0"."""
+
+    def bridges(self, address: str) -> list[str]:
+        """The addresses of the bridges above it, outermost first. Raises OSError for a device that is not there."""
+
+
+class Sysfs:
+    """The machine's own bus, or a tree that looks like it."""
+
+    def __init__(self, root: str = "/sys") -> None:
+        self._devices = f"{root}/bus/pci/devices"
+
+    def space(self, address: str) -> SysfsSpace:
+        """See Bus."""
+        return SysfsSpace(f"{self._devices}/{address}")
+
+    def bridges(self, address: str) -> list[str]:
+        """See Bus. The real path of a device names all that is above it."""
+        above = os.path.realpath(f"{self._devices}/{address}", strict=True).split("/")[:-1]
+        return [part for part in above if is_address(part)]
+
+    def resources(self, address: str) -> list[tuple[int, int, int]]:
+        """First and last address and flags of each of the 6 BARs, as the kernel sized them. Raises OSError."""
+        with open(f"{self._devices}/{address}/resource", encoding="ascii") as file:
+            rows = [[int(n, 16) for n in line.split()] for line in file]
+        return [(first, last, flags) for first, last, flags in rows[:6]]
+
+
+_ADDRESS = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[01][0-9a-f]\.[0-7]")
+
+
+def is_address(text: str) -> bool:
+    """Whether ``text`` is a full PCI address: ``0000:05:00.0``."""
+    return _ADDRESS.fullmatch(text) is not None

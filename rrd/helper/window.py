@@ -1,0 +1,179 @@
+"""The backend that swaps bars: dies whose BARs take turns at one window of addresses.
+
+Invariant: at most one die of the group has memory-space-enable set, at every moment between two accesses, once the
+helper has started. So ``open`` turns off every other die first, and reads back that it is off: a driver that is loaded,
+or wakes its device, sets the bit without asking. Only then are the window's addresses written to the die, with its own
+memory off, and only when they read back right is it turned on. ``close`` is the reverse, to the BARs of the boot.
+
+Bridges keep their windows. Where dies sit behind bridges of their own, whose windows then overlap, only the bridges of
+the open die pass memory accesses on (``switch_bridges``): else a switch might send an access to either.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from rrd.helper.base import WARNING, BadSetup, Refusal, say
+from rrd.helper.device import Bar, Device, Fallen, Saved, memory_bars
+from rrd.helper.kept import Kept
+from rrd.helper.placing import check_bridge, check_window, own_bridges
+from rrd.helper.space import Bus
+
+
+@dataclass
+class _Known:
+    """What is known of a die that has answered."""
+
+    saved: Saved
+    placed: Sequence[tuple[int, int]]
+    """BAR registers and their values that place it at the window."""
+    above: Sequence[str]
+    """The addresses of its bridges, outermost first."""
+
+
+class Window:
+    """``dies``: PCI address by name; ``window``: address by BAR number. An open has ``timeout`` seconds."""
+
+    def __init__(self, dies: Mapping[str, str], window: Mapping[int, int], bus: Bus, kept: Kept, *,
+                 switch_bridges: bool = False, timeout: float = 1.0,
+                 clock: Callable[[], float] = time.monotonic) -> None:
+        self.dies: Sequence[str] = list(dies)
+        self._window, self._bus, self._kept = window, bus, kept
+        self._switch_bridges, self._timeout, self._clock = switch_bridges, timeout, clock
+        self._devices = {name: self._device(f"die {name}", address) for name, address in dies.items()}
+        self._known: dict[str, _Known] = {}
+        self._bridges: dict[str, Device] = {}
+        """Those that are switched: above some of the dies, but not above all."""
+
+    def start(self) -> None:
+        """See Backend. A die that is not there may come later."""
+        for name in self.dies:
+            try:
+                self._know(name)
+            except Refusal as e:
+                say(WARNING, f"{e.reason}; the other dies go on without it")
+
+    def open(self, die: str) -> None:
+        """See Backend."""
+        self._limit(self._clock() + self._timeout)
+        try:
+            self._open(die)
+        except Refusal:
+            self._limit(math.inf)  # however long it takes: what is half open must not stay so
+            self._shut(die)
+            raise
+        finally:
+            self._limit(math.inf)
+
+    def close(self, die: str) -> None:
+        """See Backend."""
+        device, known = self._devices[die], self._known[die]
+        try:
+            device.set_memory(False)
+            device.put_back(known.saved)
+        finally:
+            for bridge in reversed(self._chain(die)):
+                bridge.set_memory(False)
+
+    def _open(self, die: str) -> None:
+        for name, other in self._devices.items():
+            with suppress(Fallen):  # who does not answer claims no address either
+                self._meet(name)
+                other.set_memory(False)
+        chain = self._chain(die)
+        for bridge in self._bridges.values():
+            if bridge not in chain:
+                with suppress(Fallen):
+                    bridge.set_memory(False)
+        device, known = self._devices[die], self._met(die)
+        device.set_memory(False)
+        for number, value in known.placed:
+            device.put_bar(number, value)
+        for each in (*chain, device):
+            each.set_memory(True)
+
+    def _shut(self, die: str) -> None:
+        """Close ``die`` as far as it lets itself be closed."""
+        with suppress(Refusal):
+            self._devices[die].set_memory(False)
+            if die in self._known:
+                self._devices[die].put_back(self._known[die].saved)
+        for bridge in reversed(self._chain(die)):
+            with suppress(Refusal):
+                bridge.set_memory(False)
+
+    # --- getting to know the dies ---
+
+    def _meet(self, name: str) -> None:
+        """Get to know a die that was not there at the start."""
+        if name not in self._known:
+            try:
+                self._know(name)
+            except BadSetup as e:
+                raise Refusal(str(e)) from None
+
+    def _met(self, name: str) -> _Known:
+        self._meet(name)
+        device = self._devices[name]
+        ids = device.ids()
+        known = self._known[name]
+        if ids != known.saved.ids:
+            raise Refusal(f"{device.name} ({device.address}) is another device now: "
+                          f"{_ids(ids)}, it was {_ids(known.saved.ids)}; restart rrd-gate if that is right")
+        return known
+
+    def _know(self, name: str) -> None:
+        """Keep how the die is, turn it off, and find what places it. Raises Refusal, BadSetup."""
+        device = self._devices[name]
+        now = device.saved()
+        if not now.bars:
+            raise BadSetup(f"{device.name} ({device.address}) is a bridge", hint="`lspci` shows where the dies are")
+        above = self._above(device)
+        saved = self._kept.add(now)
+        device.set_memory(False)
+        placed = self._places(device, memory_bars(device, now), above)
+        self._known[name] = _Known(saved, placed, above)
+        self._find_bridges()
+
+    def _places(self, device: Device, bars: Mapping[int, Bar], above: Sequence[str]) -> list[tuple[int, int]]:
+        check_window(device, bars, self._window)
+        for address in above:
+            check_bridge(self._device(f"bridge {address}", address), device, bars, self._window)
+        return [value for number, bar in bars.items() for value in bar.values(self._window[number])]
+
+    def _above(self, device: Device) -> list[str]:
+        try:
+            return self._bus.bridges(device.address)
+        except OSError as e:
+            raise Fallen(f"{device.name} ({device.address}) is not on the bus: {e.strerror}") from None
+
+    # --- bridges ---
+
+    def _find_bridges(self) -> None:
+        """Turn off the bridges that are not above every known die, kept as they are now."""
+        for address in own_bridges([k.above for k in self._known.values()], may_switch=self._switch_bridges):
+            if address not in self._bridges:
+                bridge = self._device(f"bridge {address}", address)
+                self._kept.add(bridge.saved())
+                bridge.set_memory(False)
+                self._bridges[address] = bridge
+
+    def _chain(self, die: str) -> list[Device]:
+        """The bridges that are switched with ``die``, outermost first."""
+        above = self._known[die].above if die in self._known else ()
+        return [self._bridges[a] for a in above if a in self._bridges]
+
+    def _device(self, name: str, address: str) -> Device:
+        return Device(name, address, self._bus.space(address), self._clock)
+
+    def _limit(self, deadline: float) -> None:
+        for device in (*self._devices.values(), *self._bridges.values()):
+            device.deadline = deadline
+
+
+def _ids(ids: int) -> str:
+    return f"{ids & 0xFFFF:04x}:{ids >> 16:04x}"

@@ -33,6 +33,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "verify": ("checkpoints", "Check every byte of the checkpoints."),
     "export": ("checkpoints", "Write the adapter of a checkpoint to a directory."),
     "dies": ("status", "List lanes and dies."),
+    "bench": ("bench", "Measure this box's dies."),
     "reload": ("control", "Have the daemon read rrd.toml and the job files again."),
     "install-service": ("install_service", "Make this installation a systemd service."),
     "completion": ("complete", "Print the completion script of a shell."),

@@ -13,6 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter,
 
 from rrd.errors import ProtocolError
 from rrd.job import JobSpec
+from rrd.savings import Rung
 from rrd.text import one_line
 
 MAX_FRAME = 1 << 20
@@ -70,6 +71,8 @@ class Run(Message):
     keep: int = 3
     eval_every: int | None = None
     on_nan: Literal["stop", "skip"] = "stop"
+    rungs: tuple[Rung, ...] = ()
+    """How to hold less memory, and from which step on."""
 
 
 class Export(Message):
@@ -87,10 +90,20 @@ class Evict(Message):
     job: str
 
 
+class Probe(Message):
+    """Compute something small on the die whose result is known. Answer: Probed."""
+
+    kind: Literal["probe"] = "probe"
+
+
 class Yield(Message):
-    """End the visit in progress after its step; nothing otherwise. No answer of its own."""
+    """End the visit in progress after its step, and an evaluation after its batch. No answer of its own.
+
+    ``urgency`` 1: also give up a load or an export in progress; 2: also the step, at the next micro-step.
+    """
 
     kind: Literal["yield"] = "yield"
+    urgency: int = 0
 
 
 class Stop(Message):
@@ -153,9 +166,18 @@ class Loaded(Message):
     fallbacks: list[Sentence] = Field(default_factory=list)
     notes: list[Sentence] = Field(default_factory=list)
     memory_bytes: int | None = None
+    skipped: int = 0
+    evaluated: int | None = None
+    """The step of the newest held-out loss, -1 for none yet; None without held-out data."""
+    recomputes: bool = False
+    most_parts: int = 1
+    """What the job can do about a want of memory: see ``rrd.savings.climb``."""
 
 
 class Step(Message):
+    """``applied`` is False for a step without labels, and for one that was left out because it is no number; of the
+    latter kind the job has had ``skipped``."""
+
     kind: Literal["step"] = "step"
     job: str
     step: int
@@ -165,6 +187,7 @@ class Step(Message):
     tokens: int
     seconds: float
     applied: bool = True
+    skipped: int = 0
 
 
 class Evaluated(Message):
@@ -184,6 +207,7 @@ class VisitDone(Message):
     seconds: float
     copied: bool = False
     copy_seconds: float = 0.0
+    evaluated: int | None = None
     memory_bytes: int | None = None
 
 
@@ -217,20 +241,59 @@ class Evicted(Message):
     job: str
 
 
+class Probed(Message):
+    """The die computes, and right."""
+
+    kind: Literal["probed"] = "probed"
+
+
+class GaveUp(Message):
+    """What was asked was given up because something more urgent came. ``resident``: whether the job still is."""
+
+    kind: Literal["gave_up"] = "gave_up"
+    job: str
+    resident: bool
+
+
+class OutOfMemory(Message):
+    """The die's memory did not suffice for ``what``, and everything that can be let go has been. ``resident``: the job
+    is as it was before, and the same can be tried again. ``step``: the step that was being run, or is next.
+
+    ``needed``: bytes that were asked for in one piece; ``free``: bytes that were left.
+    """
+
+    kind: Literal["out_of_memory"] = "out_of_memory"
+    job: str
+    step: int
+    what: Literal["load", "training", "evaluating", "export"]
+    resident: bool
+    needed: int | None = None
+    free: int | None = None
+
+
+class LastWords(Message):
+    """Why the worker ends, which it does now."""
+
+    kind: Literal["last_words"] = "last_words"
+    message: Sentence
+    die_failed: bool = False
+    """It is the die that cannot be used; no job is to blame."""
+
+
 class Failed(Message):
-    """What was asked could not be done, and the worker is fit to go on. ``blame``: job, disk, plan or worker."""
+    """What was asked could not be done, and the worker is fit to go on. ``blame``: job, disk, plan, worker or die."""
 
     kind: Literal["failed"] = "failed"
     job: str
-    blame: Literal["job", "disk", "plan", "worker"]
+    blame: Literal["job", "disk", "plan", "worker", "die"]
     message: Sentence
     hint: Sentence = ""
 
 
-Order = Annotated[Prepare | Load | Run | Export | Evict | Yield | Stop, Field(discriminator="kind")]
+Order = Annotated[Prepare | Load | Run | Export | Evict | Probe | Yield | Stop, Field(discriminator="kind")]
 Report = Annotated[
     Ready | Progress | Prepared | Loaded | Step | Evaluated | VisitDone | Committed | CommitFailed | Exported
-    | Evicted | Failed, Field(discriminator="kind")]
+    | Evicted | Probed | GaveUp | OutOfMemory | LastWords | Failed, Field(discriminator="kind")]
 ORDERS: TypeAdapter[Order] = TypeAdapter(Order)
 REPORTS: TypeAdapter[Report] = TypeAdapter(Report)
 

@@ -16,6 +16,7 @@ from rrd.lora import attach
 from rrd.models import Base, CausalLM, build, load_base
 from rrd.models.llama import Llama
 from rrd.optim import AdamW
+from rrd.savings import Savings
 from rrd.train.step import NO_LABEL, Batch, train_step
 
 ALL = Llama.lora_targets
@@ -120,7 +121,7 @@ def test_dropout_follows_the_seed_and_only_trains(base: Base) -> None:
     batch = window()
     one = grads_of(model, optimizer, batch, seed=1)
     assert torch.equal(one, grads_of(model, optimizer, batch, seed=1))
-    assert torch.equal(one, grads_of(model, optimizer, batch, seed=1, checkpointing=True))
+    assert torch.equal(one, grads_of(model, optimizer, batch, seed=1, savings=Savings(checkpointing=True)))
     assert not torch.equal(one, grads_of(model, optimizer, batch, seed=2))
     model.eval()
     with torch.no_grad():

@@ -46,12 +46,18 @@ class BridgeConfig:
 class BridgeLM(CausalLM):
     """Shares the modules of a transformers model under their own names; keeps that model to be called."""
 
+    splits = False  # some draw random numbers of their own, or take a mean over the batch
+
     def __init__(self, theirs: nn.Module, config: BridgeConfig, compute: torch.dtype) -> None:
         super().__init__()
         self.config, self.compute = config, compute
         self._modules = theirs._modules
         self._theirs = [theirs]  # in a list: not a module of this one, or every name would be there twice
         self._names = dict(theirs.named_parameters(remove_duplicate=False))
+
+    @property
+    def recomputes(self) -> bool:
+        return bool(getattr(self._theirs[0], "supports_gradient_checkpointing", False))
 
     @property
     def blocks(self) -> nn.ModuleList:  # type: ignore[override]
@@ -92,7 +98,7 @@ class BridgeLM(CausalLM):
 
     def _recompute(self, on: bool) -> None:
         theirs: Any = self._theirs[0]
-        if on and not getattr(theirs, "supports_gradient_checkpointing", False):
+        if on and not self.recomputes:
             raise BadJob("this model cannot recompute its activations", key="gradient_checkpointing",
                          hint="leave gradient_checkpointing out")
         if on != getattr(self, "_recomputes", False):

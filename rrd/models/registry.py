@@ -33,6 +33,14 @@ class CausalLM(nn.Module):
     longest: int | None = None
     """Tokens of a sample that are run at once, more being run in pieces by ``carry``; None: the model has no states."""
 
+    splits = True
+    """Whether a batch may be run in parts, by samples: all chance and all that samples share is ``ops.linear``'s."""
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether ``checkpointing`` can be asked for."""
+        return True
+
     def carry(self, idx: Tensor, states: States | None, *, rows: Tensor | None = None, checkpointing: bool = False
               ) -> tuple[Tensor, States]:
         """``hidden`` of tokens that come after others: takes the blocks' states (None: nothing before), returns them.

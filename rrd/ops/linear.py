@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rrd.ops import grad
+from rrd.ops.dropout import dropout as drop
 from rrd.ops.grad import add_product, add_sum, adjoin
 from rrd.ops.stored import blocks
 
@@ -140,7 +141,7 @@ class _Linear(torch.autograd.Function):
         seen, mask, h = flat, None, None
         if plan.adapted:
             if dropout:
-                seen, mask = torch.native_dropout(flat, dropout, True)
+                seen, mask = drop(x, dropout)
             h = torch.mm(seen, plan.a().t())  # [M, sum of ranks]
             for lora, column, width, first, rank in plan.adapted:
                 part, hi = _columns(y, column, width), _columns(h, first, rank)

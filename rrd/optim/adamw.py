@@ -69,6 +69,8 @@ class AdamW:
         self.groups = _groups([rule(*np) for np in ordered], self.layout)
         self.steps = 0
         """Updates applied so far; the bias correction counts them."""
+        self.whole = True
+        """False while an update is being made, and for ever where one was cut short: the state is then of no use."""
         size, device = self.layout[-1].offset + self.layout[-1].numel, ordered[0][1].device
         self.flat = {key: torch.zeros(size, device=device) for key in ("param", "exp_avg", "exp_avg_sq")}
         self.grad = torch.zeros(size, device=device)
@@ -105,10 +107,12 @@ class AdamW:
     @torch.no_grad()
     def step(self, lr: float, scale: float = 1.0) -> None:
         """One update with the gathered gradient times ``scale``; ``grad`` may be changed by it."""
+        self.whole = False
         self.steps += 1
         for part, treatment in self.groups:
             self._update(part, lr * treatment.lr_scale, self.weight_decay if treatment.decayed else 0.0, scale)
         self.refresh()
+        self.whole = True
 
     @torch.no_grad()
     def refresh(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from math import ceil
 from pathlib import Path
@@ -57,9 +57,10 @@ class Dataset:
 
     def batch_at(self, position: int, batch_size: int, seed: int) -> Batch:
         """The ``batch_size`` samples from ``position`` on, through the end of an epoch into the next."""
-        return collate([self.sample(self._at(position + k, seed)) for k in range(batch_size)])
+        return collate([self.sample(self.at(position + k, seed)) for k in range(batch_size)])
 
-    def _at(self, position: int, seed: int) -> int:
+    def at(self, position: int, seed: int) -> int:
+        """Which sample stands at ``position``."""
         epoch, i = divmod(position, len(self))
         if (seed, epoch) not in self._orders:
             while len(self._orders) >= 2:  # a batch touches two epochs at most, unless the data is tiny
@@ -67,10 +68,9 @@ class Dataset:
             self._orders[seed, epoch] = order(seed, epoch, len(self))
         return int(self._orders[seed, epoch][i])
 
-    def in_sequence(self, batch_size: int) -> Iterator[Batch]:
-        """Every sample once, in the file's order: for evaluation."""
-        for start in range(0, len(self), batch_size):
-            yield collate([self.sample(i) for i in range(start, min(start + batch_size, len(self)))])
+    def in_file(self, start: int, count: int) -> Batch:
+        """Up to ``count`` samples from ``start`` on, in the file's order: for evaluation."""
+        return collate([self.sample(i) for i in range(start, min(start + count, len(self)))])
 
     def total_steps(self, epochs: float, batch_size: int, grad_accum: int) -> int:
         """Optimizer steps that consume at least ``epochs`` passes over the samples; one at the least."""

@@ -19,16 +19,17 @@ SLICE = 1 << 23
 """Logits that may exist at once: 32 MB of fp32. Slices of fewer rows would multiply more slowly."""
 
 
-def loss_and_grad(hidden: Tensor, head: Tensor, targets: Tensor, *, scale: float, bias: Tensor | None = None
-                  ) -> tuple[Tensor, Tensor]:
+def loss_and_grad(hidden: Tensor, head: Tensor, targets: Tensor, *, scale: float, bias: Tensor | None = None,
+                  finer: int = 1) -> tuple[Tensor, Tensor]:
     """The summed cross-entropy, a scalar in fp32, and ``scale`` times its gradient in ``hidden``.
 
     hidden [n, C]: activations after the final norm; head [V, C]; targets [n] int64; bias [V], of few heads. Where
-    ``head`` and ``bias`` are trained, ``scale`` times their gradient is added to it.
+    ``head`` and ``bias`` are trained, ``scale`` times their gradient is added to it. ``finer``: slices are so many
+    times smaller, where memory is short.
     """
     total = torch.zeros((), dtype=torch.float32, device=hidden.device)
     grad = torch.zeros_like(hidden)
-    for rows, logits in _slices(hidden, head, bias):
+    for rows, logits in _slices(hidden, head, bias, finer):
         losses, p = _losses(logits, targets[rows])
         total += losses.sum()
         p[torch.arange(len(p), device=p.device), targets[rows]] -= 1.0
@@ -42,18 +43,18 @@ def loss_and_grad(hidden: Tensor, head: Tensor, targets: Tensor, *, scale: float
     return total, grad
 
 
-def loss_sum(hidden: Tensor, head: Tensor, targets: Tensor, *, bias: Tensor | None = None) -> Tensor:
+def loss_sum(hidden: Tensor, head: Tensor, targets: Tensor, *, bias: Tensor | None = None, finer: int = 1) -> Tensor:
     """The summed cross-entropy alone, for evaluation. Shapes as above."""
     total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-    for rows, logits in _slices(hidden, head, bias):
+    for rows, logits in _slices(hidden, head, bias, finer):
         total += _losses(logits, targets[rows])[0].sum()
     return total
 
 
-def _slices(hidden: Tensor, head: Tensor, bias: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
+def _slices(hidden: Tensor, head: Tensor, bias: Tensor | None, finer: int) -> Iterator[tuple[slice, Tensor]]:
     """Slices of rows, about equal, and their logits, which last until the next slice."""
     rows, words = len(hidden), len(head)
-    count = -(-rows // max(1, SLICE // words))
+    count = -(-rows // max(1, SLICE // finer // words))
     size = -(-rows // max(1, count))
     buffer = _buffer(size * words, hidden)
     for start in range(0, rows, max(1, size)):
@@ -68,6 +69,11 @@ def _slices(hidden: Tensor, head: Tensor, bias: Tensor | None) -> Iterator[tuple
 
 _kept: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 """The buffers: fresh memory for every slice would cost its page faults, a tenth of the product's time."""
+
+
+def release() -> None:
+    """Give the kept buffers back; the next loss makes new ones."""
+    _kept.clear()
 
 
 def _buffer(size: int, like: Tensor) -> Tensor:

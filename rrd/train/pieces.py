@@ -88,7 +88,8 @@ class _Kept:
         return found
 
 
-def forward_backward(model: CausalLM, pieces: Sequence[Piece], *, scale: float, checkpointing: bool = False) -> float:
+def forward_backward(model: CausalLM, pieces: Sequence[Piece], *, scale: float, checkpointing: bool = False,
+                     finer: int = 1) -> float:
     """Adds the gradient of ``scale`` times the summed loss to the window's; returns the summed loss."""
     device = model.head_weight.device
     kept = _walk(model, pieces)
@@ -97,7 +98,7 @@ def forward_backward(model: CausalLM, pieces: Sequence[Piece], *, scale: float, 
         leaves = kept.before(i, device)
         assert kept.rng is not None
         _set_rng_state(device, kept.rng[i].clone())  # dropout is as it was on the way there; torch wants no view
-        loss, after = _back(model, pieces[i], leaves, after, scale, checkpointing)
+        loss, after = _back(model, pieces[i], leaves, after, scale, checkpointing, finer)
         total += loss
     return total
 
@@ -115,14 +116,14 @@ def _walk(model: CausalLM, pieces: Sequence[Piece]) -> _Kept:
 
 
 def _back(model: CausalLM, piece: Piece, leaves: list[list[Tensor]] | None, after: list[list[Tensor | None]] | None,
-          scale: float, checkpointing: bool) -> tuple[float, list[list[Tensor | None]] | None]:
+          scale: float, checkpointing: bool, finer: int) -> tuple[float, list[list[Tensor | None]] | None]:
     """One piece again, and back: its loss, and the gradients of the states before it."""
     states = None if leaves is None else [tuple(block) for block in leaves]
     hidden, ends = model.carry(piece.idx, states, rows=piece.rows, checkpointing=checkpointing)
     loss, pairs = 0.0, []
     if len(piece.targets):
         summed, grad = loss_and_grad(
-            hidden.detach(), model.head_weight, piece.targets, scale=scale, bias=model.head_bias)
+            hidden.detach(), model.head_weight, piece.targets, scale=scale, bias=model.head_bias, finer=finer)
         loss = float(summed)
         pairs.append((hidden, grad))
     for block, grads in zip(ends, after or [], strict=after is not None):
@@ -132,11 +133,12 @@ def _back(model: CausalLM, piece: Piece, leaves: list[list[Tensor]] | None, afte
 
 
 @torch.no_grad()
-def summed_loss(model: CausalLM, pieces: Sequence[Piece]) -> float:
+def summed_loss(model: CausalLM, pieces: Sequence[Piece], finer: int = 1) -> float:
     """The summed loss alone, for evaluation."""
     total, states = 0.0, None
     for piece in pieces:
         hidden, states = model.carry(piece.idx, states, rows=piece.rows)
         if len(piece.targets):
-            total += float(loss_sum(hidden, model.head_weight, piece.targets, bias=model.head_bias))
+            total += float(loss_sum(hidden, model.head_weight, piece.targets, bias=model.head_bias,
+                                    finer=finer))
     return total

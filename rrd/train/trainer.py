@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -20,10 +21,14 @@ from rrd.lora import attach
 from rrd.models import Base, build
 from rrd.models.registry import Recipe, facts_of, lora_targets_of, recipe_of
 from rrd.optim.adamw import AdamW, matrices_decay
+from rrd.savings import Rung, in_force
 from rrd.train.data import Dataset
 from rrd.train.schedule import lr_at
 from rrd.train.state import FORMAT, machine_facts
-from rrd.train.step import Batch, StepResult, eval_loss, train_step
+from rrd.train.step import Batch, NotFinite, StepResult, eval_loss, train_step
+
+NORMS = 5
+"""Gradient norms that are remembered, for the sentence about a step that is no number."""
 
 
 class Trainer:
@@ -41,6 +46,11 @@ class Trainer:
         self.step = 0
         self.tokens = 0
         self.seconds = 0.0
+        self.skipped = 0
+        """Steps left out because their loss or gradient was no number."""
+        self.norms: deque[float] = deque(maxlen=NORMS)
+        self.evaluated: int | None = None if held_out is None else -1
+        """The step at which the held-out loss was last taken; -1 before the first; None: there is nothing to take."""
 
     def _limit(self, chunk_len: int) -> None:
         if self.model.longest is None:
@@ -73,33 +83,55 @@ class Trainer:
         s = self.spec
         return lr_at(self.step, lr=s.lr, min_lr=s.min_lr, warmup_steps=s.warmup_steps, total=total, schedule=s.schedule)
 
-    def run_step(self, total: int, on_nan: Literal["stop", "skip"],
+    @property
+    def recomputes(self) -> bool:
+        """Whether computing activations again in the backward pass would be new, and can be done."""
+        return self.model.recomputes and not self.spec.gradient_checkpointing
+
+    @property
+    def most_parts(self) -> int:
+        """In how many parts a micro-batch can be run without becoming another step."""
+        s = self.spec
+        in_pieces = self.model.longest is not None and s.seq_len > self.model.longest
+        drops = s.method == "lora" and s.lora_dropout > 0
+        return 1 if not self.model.splits or (in_pieces and drops) else s.batch_size
+
+    def run_step(self, total: int, on_nan: Literal["stop", "skip"], rungs: Sequence[Rung] = (),
                  alive: Callable[[], None] = lambda: None) -> StepResult:
-        """The next step; ``alive`` is called as it goes on.
+        """The next step, with what ``rungs`` say of it; ``alive`` is called as it goes on, and may raise.
 
         Raises NotFinite, with nothing changed, for a loss that is no number and ``on_nan="stop"``.
         """
-        s = self.spec
+        s, savings = self.spec, in_force(rungs, self.step + 1)
         batches = [self._to_die(self.data.batch_at(self.position + i * s.batch_size, s.batch_size, s.seed))
                    for i in range(s.grad_accum)]
-        result = train_step(
-            self.model, self.optimizer, batches, lr=self.lr(total), clip_norm=s.clip_norm,
-            seeds=[seed_of(s.seed, self.step, i) for i in range(s.grad_accum)],
-            checkpointing=s.gradient_checkpointing, on_nan=on_nan, alive=alive)
+        try:
+            result = train_step(
+                self.model, self.optimizer, batches, lr=self.lr(total), clip_norm=s.clip_norm,
+                seeds=[seed_of(s.seed, self.step, i) for i in range(s.grad_accum)],
+                savings=savings._replace(checkpointing=savings.checkpointing or s.gradient_checkpointing),
+                on_nan=on_nan, alive=alive)
+        except NotFinite as e:
+            raise NotFinite(loss=e.loss, grad_norm=e.grad_norm, where=self._circumstances()) from None
         self.step += 1
         self.tokens += result.tokens
+        self.skipped += result.skipped
+        if result.applied:
+            self.norms.append(result.grad_norm)
         return result
 
-    def evaluate(self, alive: Callable[[float], None]) -> float:
-        """Mean loss over the labels of the held-out data. Calls ``alive(share)`` as it goes."""
+    def _circumstances(self) -> str:
+        """Of a step that is no number: which it is, on what, and what came before."""
+        ids = [self.data.at(self.position + k, self.spec.seed) + 1 for k in range(self.samples_per_step)]
+        more = f" and {len(ids) - 16} more" if len(ids) > 16 else ""
+        norms = ", ".join(f"{n:.3g}" for n in self.norms) or "none yet"
+        return (f" at step {self.step + 1}, on sample {', '.join(map(str, ids[:16]))}{more} of the data; "
+                f"the gradient's norms before: {norms}")
+
+    def evaluation(self) -> Evaluation:
+        """A pass over the held-out data, to be gone through."""
         assert self.held_out is not None
-        size = self.spec.batch_size
-        total, labels = 0.0, 0
-        for i, batch in enumerate(self.held_out.in_sequence(size)):
-            loss, n = eval_loss(self.model, [self._to_die(batch)])
-            total, labels = total + loss, labels + n
-            alive(i * size / len(self.held_out))
-        return total / max(1, labels)
+        return Evaluation(self, self.held_out)
 
     def _to_die(self, batch: Batch) -> Batch:
         return Batch(batch.idx.to(self.device), batch.labels.to(self.device))
@@ -116,7 +148,8 @@ class Trainer:
         s = self.spec
         return {
             "format": FORMAT, "step": self.step, "tokens": self.tokens, "seconds": self.seconds,
-            "history_bytes": history_bytes,
+            "history_bytes": history_bytes, "skipped": self.skipped, "norms": list(self.norms),
+            "evaluated": self.evaluated,
             "schedule": {"total": total, "lr": self.lr(total).hex()},
             "optimizer": {"steps": self.optimizer.steps, "betas": list(self.optimizer.betas), "eps": self.optimizer.eps,
                           "weight_decay": s.weight_decay, "clip_norm": s.clip_norm},
@@ -134,8 +167,33 @@ class Trainer:
         """
         self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
         self.optimizer.steps = state["optimizer"]["steps"]
+        self.skipped, self.norms = state.get("skipped", 0), deque(state.get("norms", ()), NORMS)  # not in the oldest
+        if self.held_out is not None:
+            self.evaluated = state.get("evaluated", self.step)
+            self.evaluated = -1 if self.evaluated is None else self.evaluated
         was, now = float.fromhex(state["schedule"]["lr"]), self.lr(state["schedule"]["total"])
         return "" if was == now else f"the next learning rate was {was!r} and is {now!r}"
+
+
+class Evaluation:
+    """The mean loss over the labels of the held-out data, batch by batch: interrupted and gone on with, it is the same
+    number. The trainable state must not change meanwhile."""
+
+    def __init__(self, trainer: Trainer, held_out: Dataset) -> None:
+        self.trainer, self.held_out = trainer, held_out
+        self.at, self.total, self.labels = 0, 0.0, 0
+
+    def go_on(self, rungs: Sequence[Rung], enough: Callable[[float], bool]) -> float | None:
+        """The loss; or None, if ``enough``, which hears the share done after each batch, says so before the end."""
+        t, size = self.trainer, self.trainer.spec.batch_size
+        finer = in_force(rungs, t.step + 1).finer
+        while self.at < len(self.held_out):
+            loss, n = eval_loss(t.model, [t._to_die(self.held_out.in_file(self.at, size))], finer=finer)
+            self.at, self.total, self.labels = self.at + size, self.total + loss, self.labels + n
+            if enough(min(1.0, self.at / len(self.held_out))) and self.at < len(self.held_out):
+                return None
+        t.evaluated = t.step
+        return self.total / max(1, self.labels)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 
-from rrd.messages import ORDERS, Decoder, Message, Progress, encode
+from rrd.messages import ORDERS, Decoder, Message, Progress, Stop, Yield, encode
 
 
 class Closed(Exception):
@@ -35,6 +35,13 @@ class Channel:
         while select.select([self._socket], [], [], 0)[0]:
             self._read()
         return bool(self._waiting)
+
+    def urgency(self) -> int:
+        """The most urgent of what waits: -1 nothing, else as ``Yield`` has it; an order of any other kind is 0, and
+        Stop 1."""
+        if not self.pending():
+            return -1
+        return max(o.urgency if isinstance(o, Yield) else int(isinstance(o, Stop)) for o in self._waiting)
 
     def _read(self) -> None:
         try:

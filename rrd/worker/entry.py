@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from rrd.worker.channel import Channel, Closed
+from rrd.worker.faults import last_words
 from rrd.worker.loop import Loop
 
 PR_SET_NAME = 15
@@ -39,12 +40,16 @@ class Settings:
 
 def main(sock: socket.socket, request: dict[str, Any]) -> int:
     """Run one worker to its end; returns the exit status."""
-    settings = Settings.of(request)
-    _set_up_process(settings)
+    settings, channel = Settings.of(request), Channel(sock)
     try:
-        Loop(Channel(sock), settings).run()
+        _set_up_process(settings)
+        Loop(channel, settings).run()
     except Closed:
         os._exit(0)  # the daemon is gone; a write in progress is an attempt that the next start sweeps away
+    except Exception as e:
+        with contextlib.suppress(Closed):
+            channel.send(last_words(e))
+        raise
     return 0
 
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-import traceback
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from rrd.errors import ProtocolError, RrdError, TryLater
+from rrd.errors import ProtocolError
 from rrd.messages import (
     Evaluated,
     Evict,
@@ -18,11 +19,15 @@ from rrd.messages import (
     Export,
     Exported,
     Failed,
+    GaveUp,
     Load,
     Loaded,
     Message,
+    OutOfMemory,
     Prepare,
     Prepared,
+    Probe,
+    Probed,
     Ready,
     Run,
     Step,
@@ -32,9 +37,9 @@ from rrd.messages import (
 )
 from rrd.models import Base
 from rrd.train import export
-from rrd.train.step import NotFinite
 from rrd.worker import resident
 from rrd.worker.channel import Channel, Closed
+from rrd.worker.faults import GivenUp, failure, poisoned, release, shortage_of
 from rrd.worker.resident import Resident, Saved
 from rrd.worker.writer import Writer
 
@@ -51,6 +56,7 @@ class Loop:
         self.residents: dict[str, Resident] = {}
         self.bases: dict[str, Base] = {}
         self.writer = Writer(channel.send)
+        self._what: Literal["training", "evaluating"] = "training"
 
     def run(self) -> None:
         """Obey until Stop; raises Closed when the daemon is gone."""
@@ -66,33 +72,73 @@ class Loop:
         return Ready.model_validate({"pid": os.getpid(), "torch": torch.__version__, "preloaded": True, **facts})
 
     def _obey(self, order: Message) -> None:
+        """Do as told, or say why not. Raises what ends the worker."""
         job: str = getattr(order, "job", "")
         try:
-            match order:
-                case Prepare():
-                    self._prepare(order)
-                case Load():
-                    self._load(order)
-                case Run():
-                    self._visit(order)
-                case Export():
-                    self._export(order)
-                case Evict():
-                    self._evict(order)
-                case Yield():
-                    pass  # the visit it was meant for is over
-                case _:
-                    raise AssertionError(f"no such order: {order!r}")
+            self._do(order)
+            return
         except (Closed, ProtocolError):
             raise  # a daemon that is gone, or that is none
+        except GivenUp:
+            answer: Message = GaveUp(job=job, resident=isinstance(order, Export))
         except Exception as e:
             if poisoned(e):
                 raise  # nothing computes in this process any more; the daemon starts another
+            answer = self._excuse(order, e)
+        # Only here is the exception gone, and with its traceback the tensors that a failed step still held.
+        if not getattr(answer, "resident", False):
             self._drop(job)
-            self.channel.send(_failure(job, e))
+        release(self.device)
+        self.channel.send(answer)
 
-    def _alive(self, job: str) -> resident.Alive:
-        return lambda what, share: self.channel.progress(job, what, share)
+    def _do(self, order: Message) -> None:
+        match order:
+            case Prepare():
+                self._prepare(order)
+            case Load():
+                self._load(order)
+            case Run():
+                self._visit(order)
+            case Export():
+                self._export(order)
+            case Evict():
+                self._evict(order)
+            case Probe():
+                self._probe()
+            case Yield():
+                pass  # the visit it was meant for is over
+            case _:
+                raise AssertionError(f"no such order: {order!r}")
+
+    def _excuse(self, order: Message, e: Exception) -> Failed | OutOfMemory:
+        """What to answer in place of what was asked for. A step that ran out of memory has not been: it may be tried
+        again, unless it was the update itself."""
+        job: str = getattr(order, "job", "")
+        shortage = shortage_of(e, self.device)
+        if shortage is None:
+            return failure(job, e)
+        if isinstance(order, Prepare):
+            return Failed(job=job, blame="plan", message="the host's memory is too small to prepare its data")
+        r = self.residents.get(job)
+        what = self._what if isinstance(order, Run) else "export" if isinstance(order, Export) else "load"
+        return OutOfMemory(job=job, what=what, step=r.trainer.step + 1 if r else 0, needed=shortage.needed,
+                           free=shortage.free, resident=r is not None and r.trainer.optimizer.whole)
+
+    def _alive(self, job: str, most: int = 0) -> resident.Alive:
+        """Signs of life for the daemon. Raises GivenUp when what waits is more urgent than ``most``."""
+        def alive(what: str, share: float) -> None:
+            self.channel.progress(job, what, share)
+            if self.channel.urgency() > most:
+                raise GivenUp
+
+        return alive
+
+    def _probe(self) -> None:
+        n = 256
+        x = torch.full((n, n), 2.0, device=self.device)
+        found = float((x @ x).sum())
+        assert found == 4.0 * n**3, f"the die computes {found} in place of {4.0 * n**3}"
+        self.channel.send(Probed())
 
     def _prepare(self, order: Prepare) -> None:
         needs = resident.check(order.spec, Path(order.output))
@@ -112,35 +158,39 @@ class Loop:
         self.channel.send(Loaded(
             job=order.job, step=r.trainer.step, tokens=r.trainer.tokens, samples=len(r.trainer.data),
             seconds=time.monotonic() - start, resumed=r.resumed, fallbacks=r.fallbacks, notes=r.notes,
-            memory_bytes=held_bytes(self.device)))
+            memory_bytes=held_bytes(self.device), skipped=r.trainer.skipped, evaluated=r.trainer.evaluated,
+            recomputes=r.trainer.recomputes, most_parts=r.trainer.most_parts))
 
     def _visit(self, order: Run) -> None:
-        """Steps until the order is filled, the job is done, or another order waits; then, if told to, a checkpoint."""
-        r = self.residents[order.job]
-        start, steps, seconds = time.monotonic(), 0, 0.0
-        while steps < order.steps and r.trainer.step < order.total:
-            if order.seconds is not None and steps and time.monotonic() - start >= order.seconds:
-                break
-            if steps and self.channel.pending():
-                break
-            seconds += self._step(r, order)
-            steps += 1
+        """Steps, and evaluations where due, until the order is filled, the job is done, or another order waits; then,
+        if told to, a checkpoint."""
+        r, visit = self.residents[order.job], _Visit(time.monotonic())
+        with contextlib.suppress(GivenUp):  # of the step in progress nothing has happened
+            while order.steps and self._evaluated(r, order, visit) and r.trainer.step < order.total:
+                if visit.steps >= order.steps or (visit.busy and self._enough(order, visit)):
+                    break
+                visit.seconds += self._step(r, order)
+                visit.steps, visit.busy = visit.steps + 1, True
         saved, copy_seconds = self._copy_aside(r, order)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # after VisitDone nothing may touch the die
-        self.channel.send(VisitDone(job=order.job, step=r.trainer.step, steps=steps, seconds=seconds,
+        self.channel.send(VisitDone(job=order.job, step=r.trainer.step, steps=visit.steps, seconds=visit.seconds,
                                     copied=saved is not None, copy_seconds=copy_seconds,
-                                    memory_bytes=held_bytes(self.device)))
+                                    evaluated=r.trainer.evaluated, memory_bytes=held_bytes(self.device)))
         if saved:
             self.writer.submit(r, saved, order.keep)  # no earlier: its report must not overtake VisitDone
 
+    def _enough(self, order: Run, visit: _Visit) -> bool:
+        """Whether the visit should end: its time is up, or another order waits."""
+        late = order.seconds is not None and time.monotonic() - visit.start >= order.seconds
+        return late or self.channel.pending()
+
     def _step(self, r: Resident, order: Run) -> float:
         """One step, its line of history and its report. Returns its seconds."""
-        if r.trainer.step == 0 and r.trainer.held_out and order.eval_every:
-            self._evaluate(r)  # what the base knew: the loss that all later ones are measured against
         start, lr = time.monotonic(), r.trainer.lr(order.total)
-        alive = self._alive(r.job)  # a step may take long, and the daemon has seen none yet to know how long
-        result = r.trainer.run_step(order.total, order.on_nan, lambda: alive("training", 0.0))
+        alive = self._alive(r.job, most=1)  # a step may take long, and the daemon has seen none yet to know how long
+        self._what = "training"
+        result = r.trainer.run_step(order.total, order.on_nan, order.rungs, lambda: alive("training", 0.0))
         seconds = time.monotonic() - start
         r.trainer.seconds += seconds
         step = r.trainer.step
@@ -148,16 +198,32 @@ class Loop:
         r.log(step=step, loss=loss, lr=lr, grad_norm=result.grad_norm, tokens=result.tokens, seconds=round(seconds, 6),
               die=self.settings.die, round=order.round, time=round(time.time(), 3), applied=result.applied)
         self.channel.send(Step(job=order.job, step=step, loss=loss, lr=lr, grad_norm=result.grad_norm,
-                               tokens=result.tokens, seconds=seconds, applied=result.applied))
-        if r.trainer.held_out and (step >= order.total or (order.eval_every and step % order.eval_every == 0)):
-            self._evaluate(r)
+                               tokens=result.tokens, seconds=seconds, applied=result.applied,
+                               skipped=r.trainer.skipped))
         return seconds
 
-    def _evaluate(self, r: Resident) -> None:
-        alive = self._alive(r.job)
-        loss = r.trainer.evaluate(lambda share: alive("evaluating", share))
-        r.log(step=r.trainer.step, eval_loss=loss, time=round(time.time(), 3))
-        self.channel.send(Evaluated(job=r.job, step=r.trainer.step, loss=loss))
+    def _evaluated(self, r: Resident, order: Run, visit: _Visit) -> bool:
+        """Take the held-out loss if it is due: before the first step (what the base knew, against which all later ones
+        are measured), every so many steps, and at the end. False if the visit ended before that."""
+        t = r.trainer
+        due = t.step >= order.total or (order.eval_every is not None and t.step % order.eval_every == 0)
+        if t.evaluated in (None, t.step) or not due:
+            return True
+        alive, visit.busy, self._what = self._alive(r.job, most=2), True, "evaluating"
+
+        def enough(share: float) -> bool:
+            alive("evaluating", share)
+            return self._enough(order, visit)
+
+        if r.evaluation is None:
+            r.evaluation = t.evaluation()
+        loss = r.evaluation.go_on(order.rungs, enough)
+        if loss is None:
+            return False
+        r.evaluation = None
+        r.log(step=t.step, eval_loss=loss, time=round(time.time(), 3))
+        self.channel.send(Evaluated(job=r.job, step=t.step, loss=loss))
+        return True
 
     def _copy_aside(self, r: Resident, order: Run) -> tuple[Saved | None, float]:
         if not order.steps:
@@ -217,27 +283,11 @@ def card_facts(p: Any) -> dict[str, object]:
             "uuid": uuid if not uuid or uuid.startswith("GPU-") else f"GPU-{uuid}"}
 
 
-def poisoned(e: Exception) -> bool:
-    """Whether a CUDA error has made this process's context useless: all of them do, but for want of memory."""
-    return isinstance(e, RuntimeError) and not isinstance(e, torch.cuda.OutOfMemoryError) and "CUDA error" in str(e)
+@dataclass
+class _Visit:
+    """What a visit has come to so far. ``busy``: something was done in it, so that it may end."""
 
-
-def _failure(job: str, e: Exception) -> Failed:
-    """What went wrong, and whose fault it is."""
-    if isinstance(e, NotFinite):
-        return Failed(job=job, blame="job", message=e.message, hint=e.hint)
-    if isinstance(e, torch.cuda.OutOfMemoryError):
-        return Failed(job=job, blame="plan", message=f"the die's memory is too small: {str(e).splitlines()[0]}",
-                      hint="a smaller batch_size or seq_len, or gradient_checkpointing = true, needs less")
-    if isinstance(e, MemoryError):
-        return Failed(job=job, blame="plan", message="the host's memory is too small",
-                      hint="fewer jobs side by side, or a smaller batch_size or seq_len, need less")
-    if isinstance(e, TryLater):  # the disk, or somebody who holds what is needed: nobody's fault, and it passes
-        return Failed(job=job, blame="disk", message=e.message, hint=e.hint)
-    if isinstance(e, RrdError):
-        return Failed(job=job, blame="job", message=e.message, hint=e.hint)
-    traceback.print_exc()  # ours, or the library's: the journal should have the whole of it
-    return Failed(job=job, blame="worker", message=f"{type(e).__name__}: {e}",
-                  hint="this is a bug of rrd or a library; the journal has the stack")
-
-
+    start: float
+    steps: int = 0
+    seconds: float = 0.0
+    busy: bool = False

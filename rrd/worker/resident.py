@@ -27,7 +27,7 @@ from rrd.train import data
 from rrd.train.memory import Needs, estimate
 from rrd.train.publish import check_output
 from rrd.train.state import FORMAT, STATE, TENSORS, Staging, differences, restore
-from rrd.train.trainer import Trainer
+from rrd.train.trainer import Evaluation, Trainer
 from rrd.worker.tensorboard import EventFile
 
 COMPATIBLE = '`resume = "compatible"` in the job file goes on all the same'
@@ -64,6 +64,8 @@ class Resident:
     notes: list[str] = field(default_factory=list)
     events: EventFile | None = None
     """TensorBoard's copy of the history, where the job asks for one."""
+    evaluation: Evaluation | None = None
+    """One that has begun."""
     written: threading.Event = field(default_factory=threading.Event)
     """Set while no write uses the staging buffer."""
 

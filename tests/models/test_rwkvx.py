@@ -18,6 +18,7 @@ from rrd.models.rwkv7 import Rwkv7, RwkvLM
 from rrd.models.rwkv7_init import new_config
 from rrd.ops import reference
 from rrd.optim import AdamW
+from rrd.savings import Savings
 from rrd.train.step import Batch, train_step
 
 
@@ -116,7 +117,8 @@ def test_gradients_are_those_of_fp64_and_checkpointing_changes_nothing(kinds: di
                 if "lora_B" in name:
                     p.normal_(generator=torch.Generator().manual_seed(2))
         optimizer = AdamW(named)
-        train_step(model, optimizer, [batch], lr=0.0, clip_norm=0.0, seeds=[0], checkpointing=checkpointing)
+        train_step(model, optimizer, [batch], lr=0.0, clip_norm=0.0, seeds=[0],
+                   savings=Savings(checkpointing=checkpointing))
         found.append({s.name: optimizer.view("grad", s).clone() for s in optimizer.layout})
     exact, plain, again = found
     for name, grad in exact.items():

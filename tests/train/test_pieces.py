@@ -16,6 +16,7 @@ from rrd.job import JobSpec
 from rrd.lora import attach
 from rrd.models import build, load_base
 from rrd.optim import AdamW
+from rrd.savings import Savings
 from rrd.train.data import Dataset, prepare
 from rrd.train.step import NO_LABEL, Batch, eval_loss, train_step
 from rrd.train.trainer import Trainer
@@ -40,7 +41,8 @@ def one_step(path: Path, longest: int, *, method: str, dtype: torch.dtype, T: in
             if "lora_B" in name:
                 p.normal_(generator=torch.Generator().manual_seed(2))
     optimizer = AdamW(named)
-    result = train_step(model, optimizer, [batch(T)], lr=0.0, clip_norm=0.0, seeds=[3], checkpointing=checkpointing)
+    result = train_step(model, optimizer, [batch(T)], lr=0.0, clip_norm=0.0, seeds=[3],
+                        savings=Savings(checkpointing=checkpointing))
     total, labels = eval_loss(model, [batch(T)])
     return result.loss, {s.name: optimizer.view("grad", s).clone() for s in optimizer.layout}, total / labels
 

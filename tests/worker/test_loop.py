@@ -12,7 +12,8 @@ import torch
 
 from rrd.messages import Committed, Evict, Evicted, Message, Progress, Run, VisitDone
 from rrd.worker.entry import Settings
-from rrd.worker.loop import Loop, card_facts, poisoned
+from rrd.worker.faults import poisoned
+from rrd.worker.loop import Loop, card_facts
 from rrd.worker.resident import Saved
 
 
@@ -33,9 +34,12 @@ class Channel:
     def pending(self) -> bool:
         return False
 
+    def urgency(self) -> int:
+        return -1
+
 
 def a_resident(step: int) -> Any:
-    resident = SimpleNamespace(job="a", trainer=SimpleNamespace(step=step, held_out=None), committed_step=0,
+    resident = SimpleNamespace(job="a", trainer=SimpleNamespace(step=step, evaluated=None), committed_step=0,
                                written=threading.Event(), save=lambda total: Saved(step, "i", {}))
     resident.written.set()
     return resident

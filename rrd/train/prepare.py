@@ -23,7 +23,7 @@ from rrd import durable
 from rrd.errors import BadJob, Damaged
 from rrd.text import count
 from rrd.train import sealed
-from rrd.train.read import BadLines, DataFile, Record, open_regular, records
+from rrd.train.read import BadLine, BadLines, DataFile, Record, open_regular, records
 from rrd.train.tokenize import TokenizerLike, load_tokenizer
 
 KIND = "rrd token cache 1"
@@ -175,8 +175,11 @@ class _Builder:
         for batch in batches:
             out = array("i")
             self.counts.records += len(batch)
-            for tokens in self.tok.encode(batch):
-                self._cut(self.tok.closed(tokens), self.too_long, out)
+            for record, tokens in zip(batch, self.tok.encode(batch), strict=True):
+                if isinstance(tokens, BadLine):
+                    self.bad.add(record.line, str(tokens))
+                else:
+                    self._cut(self.tok.closed(tokens), self.too_long, out)
             yield out
 
     def _cut_text(self, batches: Iterable[list[Record]]) -> Iterator[array[int]]:
@@ -186,6 +189,7 @@ class _Builder:
         for batch in batches:
             out = array("i")
             for tokens in self.tok.encode(batch):
+                assert not isinstance(tokens, BadLine)
                 carry += tokens
             at = 0
             while len(carry) - at > self.seq_len + 1:

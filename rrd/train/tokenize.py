@@ -2,10 +2,12 @@
 
 A token without loss stands as its complement ``~id``, so that one int32 array holds both ids and mask.
 
-Turns are written in one of two formats, chosen by the tokenizer: **ChatML** where it has the markers
+Turns are written by the model's own chat template where there is one (:mod:`rrd.train.template`). Without, they are
+written in one of two formats, chosen by the tokenizer: **ChatML** where it has the markers
 (``<|im_start|>user\\n...<|im_end|>\\n``), else **plain turns** (``User: ...\\n\\nAssistant: ...``). The end-of-text
-token, where there is one, closes every record (in plain turns, every answer). The loss is on answers, completions and
-plain text, their end token included; never on prompts, other speakers or markers that the model will be given.
+token, where there is one, closes every record (in plain turns, every answer), unless a template closed it with a
+special token of its own. The loss is on answers, completions and plain text, their end token included; never on
+prompts, other speakers or markers that the model will be given.
 
 Prompts and answers are tokenized apart: at generation the model gets the prompt's tokens, and continues with new ones.
 """
@@ -17,13 +19,15 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import tokenizers
 
 from rrd.errors import BadJob
 from rrd.text import one_line
-from rrd.train.read import Record, Turn, open_regular
+from rrd.train import template
+from rrd.train.read import BadLine, Record, Turn, open_regular
+from rrd.train.template import ChatTemplate, Span
 
 RENDERING = 1
 """Raise it whenever the tokens of the same record change: it is part of the cache's key."""
@@ -38,25 +42,36 @@ _GAP = re.compile(r"(?<=\w) (?=\w)")
 _FILE_LIMIT = 256 << 20
 
 
-class Span(NamedTuple):
-    """A stretch of a record: text, or one special token by its id; and whether its tokens carry loss."""
-
-    piece: str | int
-    learn: bool
-
-
 class TokenizerLike(Protocol):
     """What the data cache needs of a tokenizer. ``digest`` changes whenever the tokens of some record would."""
 
     digest: str
     eos: int | None
+    runs_code: bool
+    """Whether it runs a model's chat template: such code belongs in a process of its own."""
 
-    def encode(self, records: Sequence[Record]) -> list[list[int]]:
-        """The tokens of each record; ``~id`` where a token carries no loss. No end token yet: see ``closed``."""
+    @property
+    def library(self) -> str:
+        """Compiled code that it uses, for ``use`` in another process; empty where there is none."""
+        ...
+
+    def make_ready(self, cache_dir: Path, alive: Callable[[], None]) -> None:
+        """Get faster, if it can, by what is compiled once and kept below ``cache_dir``."""
+        ...
+
+    def use(self, library: Path) -> None:
+        """Use what another process's ``make_ready`` has found."""
+        ...
+
+    def encode(self, records: Sequence[Record]) -> list[list[int] | BadLine]:
+        """The tokens of each record; ``~id`` where a token carries no loss. No end token yet: see ``closed``.
+
+        A record that cannot be written, as its chat template says, is the reason.
+        """
         ...
 
     def closed(self, tokens: list[int]) -> list[int]:
-        """``tokens`` of one whole record with the end token behind them."""
+        """``tokens`` of one whole record with the end token behind them; may change what it is given."""
         ...
 
 
@@ -79,6 +94,8 @@ def load_tokenizer(path: str) -> TokenizerLike:
 class HuggingFace:
     """A ``tokenizer.json``, run by the ``tokenizers`` library on as many threads as RAYON_NUM_THREADS allows."""
 
+    library = ""
+
     def __init__(self, file: Path) -> None:
         data = read_small(file)
         try:
@@ -87,38 +104,59 @@ class HuggingFace:
             self._rust.no_padding()
         except Exception as e:
             raise BadJob(f"not a usable tokenizer: {one_line(str(e), 200)}", file=str(file)) from e
-        special = {t.content for t in self._rust.get_added_tokens_decoder().values()}
+        added = self._rust.get_added_tokens_decoder()
+        special = {t.content for t in added.values()}
         settings = _settings(file.parent)
         self.eos = _end_token(settings, self._rust)
         self.bos = _start_token(settings, self._rust)
         self.chatml = {IM_START, IM_END} <= special
         self._anchor = self._find_anchor()
-        facts = json.dumps([RENDERING, self.eos, self.bos, self.chatml]).encode()
+        self._template, source = _chat_template(file.parent, settings, {t.content for t in added.values() if t.special})
+        self.runs_code = self._template is not None
+        self._ends = {self.eos} | ({i for i, t in added.items() if t.special} if self._template else set())
+        written = [template.VERSION, source] if self._template else []
+        facts = json.dumps([RENDERING, self.eos, self.bos, self.chatml, *written]).encode()
         self.digest = hashlib.sha256(facts + data).hexdigest()
 
-    def encode(self, records: Sequence[Record]) -> list[list[int]]:
+    def make_ready(self, cache_dir: Path, alive: Callable[[], None]) -> None:
+        """It is as fast as it gets."""
+
+    def use(self, library: Path) -> None:
+        raise AssertionError("there is none")
+
+    def encode(self, records: Sequence[Record]) -> list[list[int] | BadLine]:
         spans = [self._render(r) for r in records]
         texts = [(s.piece, i > 0 or r.continues) for r, ss in zip(records, spans, strict=True)
-                 for i, s in enumerate(ss) if isinstance(s.piece, str)]
+                 if not isinstance(ss, BadLine) for i, s in enumerate(ss) if isinstance(s.piece, str)]
         ids = iter(self._encode_texts(texts))
-        return [self._join(r, ss, ids) for r, ss in zip(records, spans, strict=True)]
+        return [ss if isinstance(ss, BadLine) else self._join(r, ss, ids) for r, ss in zip(records, spans, strict=True)]
 
     def _join(self, record: Record, spans: Iterable[Span], ids: Iterator[list[int]]) -> list[int]:
         tokens: list[int] = []
         for piece, learn in spans:
             new = next(ids) if isinstance(piece, str) else [piece]
             tokens += new if learn else [~t for t in new]
-        if self.bos is not None and not record.continues and tokens[:1] not in ([self.bos], [~self.bos]):
-            tokens.insert(0, ~self.bos)
+        if self._starts(record) and tokens[:1] not in ([self.bos], [~(self.bos or 0)]):
+            tokens.insert(0, ~(self.bos or 0))
         return tokens
 
-    def closed(self, tokens: list[int]) -> list[int]:
-        return tokens if self.eos is None or tokens[-1:] == [self.eos] else [*tokens, self.eos]
+    def _starts(self, record: Record) -> bool:
+        """Whether a start token goes before the record: a template writes it by itself, if it wants it."""
+        return self.bos is not None and not record.continues and (self._template is None or not _is_dialogue(record))
 
-    def _render(self, record: Record) -> list[Span]:
-        kinds = {t.role for t in record.turns}
-        if kinds <= {"text", "prompt", "completion"}:
+    def closed(self, tokens: list[int]) -> list[int]:
+        if self.eos is not None and not (tokens and tokens[-1] in self._ends):
+            tokens.append(self.eos)
+        return tokens
+
+    def _render(self, record: Record) -> list[Span] | BadLine:
+        if not _is_dialogue(record):
             return [Span(t.text, t.role != "prompt") for t in record.turns if t.text]
+        if self._template is not None:
+            try:
+                return self._template.spans(record.turns)
+            except BadLine as e:
+                return e
         return merged(_chatml(record.turns) if self.chatml else _plain_turns(record.turns, self.eos))
 
     def _encode_texts(self, texts: Sequence[tuple[str, bool]]) -> list[list[int]]:
@@ -154,6 +192,10 @@ class HuggingFace:
         line_end, word, both = self._batch(["\n", "a", "\na"])
         same = both[: len(line_end)] == line_end and both[len(line_end):] != word
         return ("\n", line_end) if same else ("", [])
+
+
+def _is_dialogue(record: Record) -> bool:
+    return not {t.role for t in record.turns} <= {"text", "prompt", "completion"}
 
 
 def _chatml(turns: Iterable[Turn]) -> Iterable[Span]:
@@ -235,6 +277,31 @@ def _object(file: Path) -> dict[str, Any]:
     return found
 
 
+_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
+
+
+def _chat_template(directory: Path, settings: dict[str, dict[str, Any]], special: set[str]
+                   ) -> tuple[ChatTemplate | None, str]:
+    """The template that is beside a tokenizer, and its text: a file of its own goes before one in the settings."""
+    file = directory / "chat_template.jinja"
+    if file.is_file():
+        found: object = read_small(file).decode("utf-8", "replace")
+    else:
+        file = directory / "tokenizer_config.json"
+        found = settings.get(file.name, {}).get("chat_template")
+    if isinstance(found, list):  # several, by name
+        found = next((t.get("template") for t in found if isinstance(t, dict) and t.get("name") == "default"), None)
+    if not isinstance(found, str) or not found.strip():
+        return None, ""
+    names = {n: text for n in _TOKEN_NAMES for s in settings.values() if (text := _text(s.get(n)))}
+    return ChatTemplate(found, names, special | set(names.values()), file=str(file)), found
+
+
+def _text(token: object) -> str:
+    token = token.get("content") if isinstance(token, dict) else token
+    return token if isinstance(token, str) else ""
+
+
 def _end_token(settings: dict[str, dict[str, Any]], rust: tokenizers.Tokenizer) -> int | None:
     return _special("eos_token", settings, rust)
 
@@ -250,10 +317,9 @@ def _start_token(settings: dict[str, dict[str, Any]], rust: tokenizers.Tokenizer
 def _special(key: str, settings: dict[str, dict[str, Any]], rust: tokenizers.Tokenizer) -> int | None:
     """The id of ``eos_token`` or ``bos_token``: by its text in the tokenizer's settings, or ``*_id`` in the model's."""
     for found in settings.values():
-        text, number = found.get(key), found.get(key + "_id")
-        text = text.get("content") if isinstance(text, dict) else text
+        text, number = _text(found.get(key)), found.get(key + "_id")
         number = number[0] if isinstance(number, list) and number else number
-        token = rust.token_to_id(text) if isinstance(text, str) else number
+        token = rust.token_to_id(text) if text else number
         if isinstance(token, int) and not isinstance(token, bool) and rust.id_to_token(token) is not None:
             return token
     return None

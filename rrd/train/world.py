@@ -22,7 +22,7 @@ from pathlib import Path
 
 from rrd.errors import BadJob, RrdError
 from rrd.text import one_line
-from rrd.train.read import Record, Turn
+from rrd.train.read import BadLine, Record, Turn
 from rrd.train.tokenize import RENDERING, read_small
 
 END, STOP = 0, b"\n\n"
@@ -34,6 +34,7 @@ class World:
     """``rrd.train.tokenize.TokenizerLike`` over such a file."""
 
     eos: int | None = END
+    runs_code = False
 
     def __init__(self, file: Path) -> None:
         """Raises BadJob for a file that is no such vocabulary."""
@@ -67,12 +68,14 @@ class World:
         if trie.words(probe.encode()) == self.words(probe):  # a miscompiled one is not used
             self._trie = trie
 
-    def encode(self, records: Sequence[Record]) -> list[list[int]]:
+    def encode(self, records: Sequence[Record]) -> list[list[int] | BadLine]:
         return [self._record(r) for r in records]
 
     def closed(self, tokens: list[int]) -> list[int]:
         """With the end token behind them, unless an answer's stop stands there."""
-        return tokens if tokens[-1:] in ([END], [self._stop]) else [*tokens, END]
+        if tokens[-1:] not in ([END], [self._stop]):
+            tokens.append(END)
+        return tokens
 
     def _record(self, record: Record) -> list[int]:
         if {t.role for t in record.turns} <= {"text", "prompt", "completion"}:

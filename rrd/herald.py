@@ -1,7 +1,7 @@
 """Tells the outside world that a job has ended: a program is run, or a URL gets a POST, with the job as JSON.
 
 At least once: the ledger remembers which end was told, so what a crash or a dead receiver left untold is told later.
-Never in the way: one at a time, in a thread, with a deadline; a receiver that fails is asked again, ever more rarely.
+Never in the way: a process of its own with a deadline; a receiver that fails is asked again, ever more rarely.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ import os
 import signal
 import socket
 import subprocess
+import sys
+import tempfile
 import time
-import urllib.request
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import IO, Any
+from urllib.parse import urlsplit
 
 from rrd.config import Config
 from rrd.journal import Journal, Kind
@@ -31,6 +33,7 @@ TELL_SECONDS = 30.0
 FIRST_RETRY, LONGEST_RETRY = 10.0, 3600.0
 """Seconds until a receiver that failed is asked again, at first and at most."""
 LOOK_SECONDS = 1.0
+POLL_SECONDS = 0.05
 _HAS = {JobState.DONE: "is done", JobState.FAILED: "has failed"}
 
 
@@ -57,14 +60,17 @@ class Herald:
             await asyncio.sleep(LOOK_SECONDS)
 
     async def tell_all(self) -> None:
-        """Tell every end that is still to be told and whose time has come."""
+        """Tell every end that is still to be told and whose time has come; a hook that hangs holds up only its own."""
         async with self._telling:
-            for job in [j for j in self._jobs() if untold(j)]:
-                hook = self._hook(job)
-                if not hook:
-                    self._told(job)  # nobody wanted to know when it happened
-                elif self._tries.setdefault(job.id, _Try()).again_at <= self._monotonic():
-                    await self._tell(job, hook)
+            await asyncio.gather(*(self._tell_those(state) for state in _HAS))
+
+    async def _tell_those(self, state: JobState) -> None:
+        for job in [j for j in self._jobs() if j.state is state and untold(j)]:
+            hook = self._hook(job)
+            if not hook:
+                self._told(job)  # nobody wanted to know when it happened
+            elif self._tries.setdefault(job.id, _Try()).again_at <= self._monotonic():
+                await self._tell(job, hook)
 
     def _hook(self, job: Job) -> tuple[str, ...]:
         config = self._config()
@@ -72,7 +78,7 @@ class Herald:
 
     async def _tell(self, job: Job, hook: tuple[str, ...]) -> None:
         end, said = job.record.finished_at, message(job)
-        trouble = await asyncio.to_thread(deliver, hook, said)
+        trouble = await deliver(hook, said)
         attempt = self._tries.setdefault(job.id, _Try())
         if job.record.finished_at != end:
             return  # meanwhile it was tried again: that end is not this one
@@ -110,34 +116,56 @@ def message(job: Job) -> dict[str, Any]:
             "host": socket.gethostname()}
 
 
-def deliver(hook: tuple[str, ...], said: dict[str, Any]) -> str:
-    """Run the program, or POST to the URL; why that did not work, or an empty text. Blocks up to ``TELL_SECONDS``."""
-    data = json.dumps(said).encode()
-    try:
-        return _post(hook[0], data) if hook[0].startswith("http") else _run(hook, said, data)
-    except Exception as e:  # what answers is not ours, and may answer anything; a daemon has no business dying of it
-        return one_line(str(e), 300) or type(e).__name__
+async def deliver(hook: tuple[str, ...], said: dict[str, Any]) -> str:
+    """Run the program, or POST to the URL; why that did not work, or an empty text.
 
-
-def _post(url: str, data: bytes) -> str:
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json", "User-Agent": "rrd"})
-    with urllib.request.urlopen(request, timeout=TELL_SECONDS) as answer:
-        return "" if answer.status < 300 else f"{url} answered {answer.status}"
-
-
-def _run(argv: tuple[str, ...], said: dict[str, Any], data: bytes) -> str:
-    """No shell sees the arguments; the program and all it started are gone at the deadline."""
+    After ``TELL_SECONDS``, and when cancelled, the program and all it started are gone.
+    """
     env = {**os.environ, "RRD_JOB": said["job"], "RRD_STATE": said["state"]}
-    process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=env,
-                               start_new_session=True)
+    argv, who = hook, hook[0]
+    if hook[0].startswith("http"):  # such a URL may be a secret: no place for it in the list of processes, or a log
+        env["RRD_URL"] = hook[0]
+        argv, who = (sys.executable, "-m", "rrd.post"), urlsplit(hook[0]).netloc.rpartition("@")[2]
     try:
-        _, errors = process.communicate(data, timeout=TELL_SECONDS)
-    except subprocess.TimeoutExpired:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        return f"{argv[0]} had not ended after {duration(TELL_SECONDS)}"
-    last = errors.decode(errors="replace").strip().rpartition("\n")[2]
-    if process.returncode == 0:
-        return ""
-    return f"{argv[0]} ended with status {process.returncode}" + (f": {last}" if last else "")
+        process = await asyncio.to_thread(_started, argv, env, json.dumps(said).encode())
+    except (OSError, ValueError) as e:
+        return one_line(str(e), 300)
+    trouble = await _watched(process)
+    return f"{one_line(who, 200)}: {trouble}" if trouble else ""
+
+
+def _started(argv: tuple[str, ...], env: dict[str, str], said: bytes) -> subprocess.Popen[bytes]:
+    with tempfile.TemporaryFile() as file:  # a pipe would have to be fed, for as long as nobody reads it
+        file.write(said)
+        file.seek(0)
+        return subprocess.Popen(argv, stdin=file, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=env,
+                                start_new_session=True)
+
+
+async def _watched(process: subprocess.Popen[bytes]) -> str:
+    """How ``process`` ended, where that was badly. What it left running in the background is its own business."""
+    assert process.stderr is not None
+    end, heard = time.monotonic() + TELL_SECONDS, b""
+    with process.stderr as stderr:
+        os.set_blocking(stderr.fileno(), False)
+        try:
+            while (status := process.poll()) is None and time.monotonic() < end:
+                heard = _newest(stderr, heard)
+                await asyncio.sleep(POLL_SECONDS)
+        finally:
+            if process.poll() is None:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        heard = _newest(stderr, heard)
+    if status is None:
+        return f"it had not ended after {duration(TELL_SECONDS)}"
+    last = one_line(heard.decode(errors="replace").strip().rpartition("\n")[2], 300)
+    return "" if status == 0 else last or f"it ended with status {status}"
+
+
+def _newest(stderr: IO[bytes], heard: bytes) -> bytes:
+    """The newest of what came there; a program that writes without end is read no faster than this is called."""
+    with suppress(OSError):
+        heard += os.read(stderr.fileno(), 65536)
+    return heard[-4000:]

@@ -32,6 +32,11 @@ class Histogram:
         self.counts[bisect_left(self.bounds, seconds)] += 1
         self.sum += seconds
 
+    def copy(self) -> Histogram:
+        other = Histogram(self.bounds)
+        other.counts, other.sum = list(self.counts), self.sum
+        return other
+
     def buckets(self) -> list[tuple[str, float]]:
         """Cumulative, as exposed."""
         total, out = 0, []
@@ -42,7 +47,7 @@ class Histogram:
 
 
 class Meters:
-    """Durations since the daemon started, by die. Written on the loop, read by the scraper's thread."""
+    """Durations since the daemon started, by die. Belongs to the loop; a scraper's thread reads a copy."""
 
     def __init__(self) -> None:
         self.steps: dict[str, Histogram] = {}
@@ -58,24 +63,36 @@ class Meters:
     def save(self, die: str, seconds: float) -> None:
         self.saves.setdefault(die, Histogram(SAVE_BUCKETS)).observe(seconds)
 
+    def copy(self) -> Meters:
+        other = Meters()
+        other.steps, other.grants, other.saves = ({die: h.copy() for die, h in series.items()}
+                                                  for series in (self.steps, self.grants, self.saves))
+        return other
+
+
+Instant = tuple[Snapshot, Meters]
+
 
 class SnapshotCollector(Collector):
-    """Turns one snapshot into metrics. ``snapshot`` may block; it is called in the scraper's thread."""
+    """Turns one snapshot into metrics, in the scraper's thread.
 
-    def __init__(self, snapshot: Callable[[], Snapshot], meters: Meters) -> None:
-        self._snapshot, self._meters = snapshot, meters
+    ``snapshot`` and the reading of ``meters`` are left to ``on_loop``, which may block: both of the same instant.
+    """
+
+    def __init__(self, snapshot: Callable[[], Snapshot], meters: Meters,
+                 on_loop: Callable[[Callable[[], Instant]], Instant] = lambda take: take()) -> None:
+        self._snapshot, self._meters, self._on_loop = snapshot, meters, on_loop
 
     def describe(self) -> Iterable[Metric]:
         """Nothing ahead of time: registering must not need a running loop."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        s = self._snapshot()
+        s, m = self._on_loop(lambda: (self._snapshot(), self._meters.copy()))
         yield from _daemon(s)
         yield from _jobs(s.jobs)
         yield from _lanes(s.lanes)
         yield from _dies(s.dies)
-        m = self._meters
         yield _histogram("rrd_step_duration_seconds", "Seconds of one training step.", m.steps)
         yield _histogram("rrd_gate_acquire_duration_seconds", "Seconds until the gate granted a die.", m.grants)
         yield _histogram("rrd_checkpoint_duration_seconds", "Seconds to write one checkpoint to disk.", m.saves)
@@ -116,7 +133,7 @@ def _value(value: float) -> str:
 
 def _histogram(name: str, text: str, series: dict[str, Histogram]) -> Metric:
     family = HistogramMetricFamily(name, text, labels=["die"])
-    for die, h in list(series.items()):
+    for die, h in series.items():
         family.add_metric([die], buckets=h.buckets(), sum_value=h.sum)
     return family
 

@@ -12,7 +12,7 @@ import socketserver
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import CollectorRegistry
@@ -48,6 +48,7 @@ HEADERS = {
 TEXT, HTML = "text/plain; charset=utf-8", "text/html; charset=utf-8"
 METRICS = "text/plain; version=0.0.4; charset=utf-8"
 
+T = TypeVar("T")
 Answer = tuple[str, str, "Iterable[bytes]"]
 """Status, content type, body."""
 
@@ -59,7 +60,7 @@ class Web:
         self._loop = asyncio.get_running_loop()
         self._take = snapshot
         self.registry = CollectorRegistry()
-        self.registry.register(SnapshotCollector(self._snapshot, meters))
+        self.registry.register(SnapshotCollector(snapshot, meters, self._on_loop))
         self._server: _Server | None = None
         self._stopping = threading.Event()
         self._streams = threading.BoundedSemaphore(STREAMS)
@@ -154,10 +155,14 @@ class Web:
             self._stopping.wait(1.0)
 
     def _snapshot(self) -> Snapshot:
-        async def take() -> Snapshot:
-            return self._take()
+        return self._on_loop(self._take)
 
-        return asyncio.run_coroutine_threadsafe(take(), self._loop).result(SNAPSHOT_SECONDS)
+    def _on_loop(self, take: Callable[[], T]) -> T:
+        """What ``take`` returns on the loop: of one instant. Raises TimeoutError where the loop is stuck."""
+        async def taken() -> T:
+            return take()
+
+        return asyncio.run_coroutine_threadsafe(taken(), self._loop).result(SNAPSHOT_SECONDS)
 
 
 def known_host(header: str) -> bool:

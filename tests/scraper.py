@@ -37,13 +37,13 @@ def free_port() -> int:
 
 
 class Prometheus:
-    """Scrapes ``target`` each second as the job "rrd", with our rules."""
+    """Scrapes ``target`` each second, or ``interval``, as the job "rrd", with our rules."""
 
-    def __init__(self, root: Path, target: str, alertmanager: int | None = None) -> None:
+    def __init__(self, root: Path, target: str, alertmanager: int | None = None, interval: str = "1s") -> None:
         root.mkdir(parents=True, exist_ok=True)
         self.port, self.log = free_port(), root / "prometheus.log"
         config = {
-            "global": {"scrape_interval": "1s", "evaluation_interval": "1s"}, "rule_files": [str(RULES)],
+            "global": {"scrape_interval": interval, "evaluation_interval": interval}, "rule_files": [str(RULES)],
             "scrape_configs": [{"job_name": "rrd", "static_configs": [{"targets": [target]}]}],
             "alerting": {"alertmanagers": [{"static_configs": [{"targets": [f"127.0.0.1:{alertmanager}"]}]}]
                          if alertmanager else []}}
@@ -107,8 +107,8 @@ def _start(log: Path, *command: str) -> subprocess.Popen[bytes]:
 
 
 @contextlib.contextmanager
-def prometheus(root: Path, target: str, alertmanager: int | None = None) -> Iterator[Prometheus]:
-    p = Prometheus(root, target, alertmanager)
+def prometheus(root: Path, target: str, alertmanager: int | None = None, interval: str = "1s") -> Iterator[Prometheus]:
+    p = Prometheus(root, target, alertmanager, interval)
     try:
         yield p
     finally:

@@ -1,4 +1,4 @@
-"""The Grafana dashboard: as its source has it, typed as Grafana types it, and every query answered."""
+"""The Grafana dashboard: as its source has it, typed as Grafana types it; test_observed.py has its queries answered."""
 
 from __future__ import annotations
 
@@ -7,15 +7,11 @@ import re
 import runpy
 import shutil
 import subprocess
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from scraper import Prometheus, needs_prometheus, prometheus
-from stage import Stage, a_busy_box, stage
 from test_alerts import exported
 
 ETC = Path(__file__).parent.parent / "etc" / "grafana"
@@ -111,59 +107,3 @@ def test_the_types_would_see_a_mistake(modules: Path, where: tuple[Any, ...], va
         at = at[key]
     at[where[-1]] = value
     assert "error TS" in compiled(modules, wrong)
-
-
-# ---- data ------------------------------------------------------------------------------------------------------------
-
-
-def filled(query: str) -> str:
-    """With the variables as they are when all is chosen, and a rate's interval that suits a scrape each second."""
-    for name, value in (("$__rate_interval", "10s"), ("$instance", ".*"), ("$rrd_job", ".*"), ("$die", ".*")):
-        query = query.replace(name, value)
-    return query
-
-
-@pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
-    """A busy box at work for a while, one of whose workers dies, scraped by a real Prometheus."""
-    with stage(a_busy_box()) as s, prometheus(tmp_path_factory.mktemp("prometheus"),
-                                              s.url.removeprefix("http://").rstrip("/")) as prom:
-        for second in range(14):
-            work(s, second)
-            prom.scraped()
-        yield prom
-
-
-def work(s: Stage, second: int) -> None:
-    fresh = a_busy_box()
-    for j in fresh.jobs:
-        j.lr, j.checkpoint_every_seconds, j.checkpoint_every_steps, j.loaded_at = 1e-4, 600.0, 50, fresh.time - 900
-        j.steps_run, j.tokens_run, j.checkpoint_commits = 5 * second, 640 * second, second // 3
-    for d in fresh.dies:
-        d.memory_bytes, d.memory_used_bytes, d.refusals, d.restarts = 12 << 30, 7 << 30, second // 4, second // 5
-        s.meters.step(d.name, 0.2)
-        s.meters.grant(d.name, 0.0003)
-        s.meters.save(d.name, 0.1)
-    for lane in fresh.lanes:
-        lane.busy_seconds, lane.seconds = 98.5 + 0.97 * second, 100.0 + second
-    fresh.started_at = 1_700_000_000.0 if second < 7 else 1_700_000_500.0
-    s.snapshot = fresh
-
-
-@needs_prometheus
-@pytest.mark.parametrize(("title", "query"), [*QUERIES, *ANNOTATIONS],
-                         ids=[f"{t}-{i}" for i, (t, _) in enumerate([*QUERIES, *ANNOTATIONS])])
-def test_every_query_is_answered_with_data(demo: Prometheus, title: str, query: str) -> None:
-    if any(title == name for name, _ in ANNOTATIONS):
-        answer: list[Any] = [v for _, v in demo.range(filled(query), 20)]
-    else:
-        answer = [v for _, v in demo.ask(filled(query), time.time()) if v == v]
-    assert answer, f"{title}: {filled(query)} has no data"
-
-
-@needs_prometheus
-def test_variables_find_their_values(demo: Prometheus) -> None:
-    for v in DASHBOARD["templating"]["list"][1:]:
-        found = re.fullmatch(r"label_values\((.*), (\w+)\)", v["query"]["query"])
-        assert found
-        assert any(found[2] in labels for labels, _ in demo.ask(filled(found[1]))), v["name"]

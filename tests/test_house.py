@@ -23,7 +23,7 @@ FLOORS: dict[str, int] = {
     "ledger": 2, "spool": 2, "watch": 2, "rotation": 2, "placement": 2, "roster": 2, "gate": 2, "metrics": 2,
     "notify": 2, "journal": 2, "client": 2, "page": 2, "history": 2, "figure": 2, "errands": 2,
     # floors 3 to 6, daemon tower
-    "handle": 3, "keeper": 3, "herald": 4, "die": 4, "host": 4, "lane": 4, "preparer": 4,
+    "handle": 3, "keeper": 3, "herald": 4, "post": 2, "die": 4, "host": 4, "lane": 4, "preparer": 4,
     "scheduler": 5, "intake": 5, "verbs": 5,
     "control": 5, "web": 5, "daemon": 5, "cli": 6, "__main__": 6,
     # the privileged helper: on the ground, leaning on nothing

@@ -1,5 +1,6 @@
-"""The ledger: the daemon's durable record of each job, one small JSON file in the job's directory.
+"""The ledger: the daemon's durable record of each job, one small JSON file in the job's directory, format version 1.
 
+It carries a sha256 of itself, by which damage is seen; one without (written by hand, say) is believed.
 What training needs to go on is in the checkpoints; the ledger holds what only the daemon knows: whether the job ended
 and how, what was announced, and what the user asked for.
 """
@@ -7,6 +8,7 @@ and how, what was announced, and what the user asked for.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import secrets
 from pathlib import Path
@@ -103,7 +105,9 @@ class Ledger:
             raise durable.trouble(e, path) from e
         if job_toml is not None:
             durable.replace_file(path / JOB_FILE, job_toml.encode(), disk=self.disk)
-        durable.replace_file(path / FILE, record.model_dump_json(indent=1).encode() + b"\n", disk=self.disk)
+        body = record.model_dump(mode="json")
+        data = json.dumps({**body, "self": _digest(body)}, indent=1).encode() + b"\n"
+        durable.replace_file(path / FILE, data, disk=self.disk)
 
     def job_toml(self, job: str) -> bytes | None:
         """The job file as it was accepted, or None."""
@@ -113,12 +117,18 @@ class Ledger:
             return None
 
 
+def _digest(body: dict[str, object]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
 def _read(path: Path, job: str) -> Record:
     data = path.read_bytes()
     try:
         body = json.loads(data)
         if isinstance(body, dict) and isinstance(body.get("format"), int) and body["format"] > FORMAT:
             raise Damaged(f"{path} is of format {body['format']}, and this rrd knows {FORMAT}")
+        if isinstance(body, dict) and (digest := body.pop("self", None)) not in (None, _digest(body)):
+            raise ValueError(f"its digest is not {one_line(digest, 70)!r}")
         record = Record.model_validate(body)
     except (ValueError, RecursionError) as e:
         reason = e.errors()[0]["msg"] if isinstance(e, ValidationError) else str(e)

@@ -11,41 +11,17 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
+import damage
 import pytest
-from disks import FaultyDisk, Killed, RecordingDisk, Tree, lay_out
+from cuts import FORGOTTEN, OPTIONS, Judge, faults, lives, real, some_commits, why_no_loop, without_digests
+from disks import FaultyDisk, RecordingDisk
+from saves import STATE, TENSORS, commit, expected, load, steps
 
 from rrd import checkpoint, durable
 from rrd.checkpoint import MANIFEST, FutureFormat, Manifest
-from rrd.durable import DISK, Disk
+from rrd.durable import Disk
 from rrd.errors import Damaged, DiskTrouble
-
-TENSORS, STATE = "state.safetensors", "state.json"
-
-
-def contents(step: int) -> dict[str, list[bytes]]:
-    return {TENSORS: [b"header", b"weights of %d" % step], STATE: [b'{"step": %d}' % step]}
-
-
-def commit(job_dir: Path, step: int, disk: Disk = DISK) -> Path:
-    path, manifest = checkpoint.commit(job_dir, job="a", step=step, identity="i", files=contents(step), disk=disk)
-    assert (manifest.job, manifest.step, manifest.identity) == ("a", step, "i")
-    return path
-
-
-def steps(job_dir: Path) -> list[int]:
-    return [step for step, _ in checkpoint.listing(job_dir)]
-
-
-def load(path: Path) -> dict[str, bytes]:
-    """What a worker would get from the checkpoint at ``path``. Raises Damaged."""
-    manifest = checkpoint.verify(path)
-    return {name: checkpoint.read_bytes(path, manifest, name) for name in manifest.files}
-
-
-def expected(step: int) -> dict[str, bytes]:
-    return {name: b"".join(pieces) for name, pieces in contents(step).items()}
 
 
 @pytest.fixture
@@ -124,125 +100,30 @@ def test_what_cannot_be_collected_costs_nothing_and_goes_next_time(job_dir: Path
 # --- power cuts -------------------------------------------------------------------------------------------------------
 
 
-class Judge:
-    """Looks at what a power cut left as the next start would; lays each different checkpoint out once."""
-
-    def __init__(self, home: Path) -> None:
-        self.home = home
-        self._seen: dict[Tree, bool] = {}
-
-    def __call__(self, tree: Tree) -> dict[int, bool]:
-        """Each step with a committed name, and whether its checkpoint verifies."""
-        names = {name for name, _ in tree if "/" not in name and name.startswith("ckpt-")}
-        found = {name: tuple(entry for entry in tree if entry[0].partition("/")[0] == name) for name in names}
-        return {int(name[5:]): self._verifies(name, part) for name, part in found.items()}
-
-    def _verifies(self, name: str, part: Tree) -> bool:
-        if part not in self._seen:
-            lay_out(part, self.home)
-            try:
-                self._seen[part] = bool(load(self.home / name))
-                assert load(self.home / name) == expected(int(name[5:])), "damaged bytes were loaded"
-            except Damaged:
-                self._seen[part] = False
-            shutil.rmtree(self.home)
-        return self._seen[part]
-
-
-def faults(disk: RecordingDisk, judge: Judge, keep: int, first: int = 0) -> Iterator[str]:
-    """What is wrong after any power cut: an announced checkpoint lost, or one with a name that is not whole."""
-    for announced, trees in disk.power_cuts(first):
-        newest = sorted(map(int, announced), reverse=True)[:keep]  # type: ignore[call-overload]
-        for there in map(judge, trees):
-            yield from (f"step {step} is lost" for step in newest if not there.get(step))
-            yield from (f"step {step} has a name and is not whole" for step, whole in there.items() if not whole)
-
-
-def some_commits(job_dir: Path, disk: RecordingDisk, keep: int) -> None:
-    for step in (10, 20, 30):
-        commit(job_dir, step, disk)
-        disk.mark(step)
-        checkpoint.collect(job_dir, keep, disk=disk)
-
-
 @pytest.mark.parametrize("keep", [1, 2])
 def test_every_power_cut_leaves_every_announced_checkpoint_whole(job_dir: Path, tmp_path: Path, keep: int) -> None:
     disk = RecordingDisk(job_dir)
-    some_commits(job_dir, disk, keep)
+    some_commits(job_dir, disk, keep, disk.mark)
     assert list(faults(disk, Judge(tmp_path / "after"), keep)) == []
-
-
-FORGOTTEN: dict[str, Callable[[Path], bool]] = {
-    "tensors": lambda p: p.name == TENSORS,
-    "state": lambda p: p.name == STATE,
-    "manifest": lambda p: p.name == MANIFEST,
-    "temp directory": lambda p: p.name.startswith(durable.TMP),
-    "parent": lambda p: p.name == "job",
-}
 
 
 @pytest.mark.parametrize("what", FORGOTTEN)
 def test_without_any_one_fsync_a_power_cut_loses_something(job_dir: Path, tmp_path: Path, what: str) -> None:
     disk = RecordingDisk(job_dir, forgets=FORGOTTEN[what])
-    some_commits(job_dir, disk, 2)
+    some_commits(job_dir, disk, 2, disk.mark)
     assert any(faults(disk, Judge(tmp_path / "after"), 2))
 
 
-def without_digests(monkeypatch: pytest.MonkeyPatch) -> None:
-    blind = SimpleNamespace(update=lambda _: None, hexdigest=lambda: "0" * 64)
-    for module in (checkpoint, durable):
-        monkeypatch.setattr(module, "hashlib", SimpleNamespace(sha256=lambda *_: blind))
-
-
-def test_without_digests_a_power_cut_gets_damage_loaded(
-        job_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    without_digests(monkeypatch)
-    disk = RecordingDisk(job_dir, forgets=FORGOTTEN["tensors"])
-    some_commits(job_dir, disk, 2)
-    with pytest.raises(AssertionError, match="damaged bytes"):
-        list(faults(disk, Judge(tmp_path / "after"), 2))
-
-
-def two_lives(job_dir: Path, disk: RecordingDisk) -> int | None:
-    """A process is killed at ``disk.kill_at``; the next one loads what it finds, which counts as announced, and saves.
-
-    Returns the number of operations when the second was ready to go on; None if the first was not killed.
-    """
-    try:
-        for step in (10, 20):
-            commit(job_dir, step, disk)
-            disk.mark(step)
-            checkpoint.collect(job_dir, 1, disk=disk)
-        return None
-    except Killed:
-        disk.revive()
-    durable.sweep_dirs(job_dir, disk=disk)
-    assert {p.name for p in job_dir.iterdir()} == {checkpoint.name_of(step) for step in steps(job_dir)}
-    for step, path in checkpoint.listing(job_dir)[:1]:
-        assert load(path) == expected(step)
-        disk.mark(step)
-    ready = len(disk.ops)
-    commit(job_dir, 30, disk)
-    disk.mark(30)
-    return ready
-
-
-def kills(tmp_path: Path) -> Iterator[str]:
-    """The faults of every power cut after a kill at every operation."""
-    judge = Judge(tmp_path / "after")
-    for n in itertools.count():
-        job_dir = tmp_path / str(n)
-        job_dir.mkdir()
-        disk = RecordingDisk(job_dir, kill_at=n)
-        ready = two_lives(job_dir, disk)
-        if ready is None:
-            assert n > 30
-            return
-        yield from faults(disk, judge, 1, ready)
+def test_without_digests_a_power_cut_gets_damage_loaded(job_dir: Path, tmp_path: Path) -> None:
+    with without_digests():
+        disk = RecordingDisk(job_dir, forgets=FORGOTTEN["tensors"])
+        some_commits(job_dir, disk, 2, disk.mark)
+        with pytest.raises(AssertionError, match="damaged bytes"):
+            list(faults(disk, Judge(tmp_path / "after"), 2))
 
 
 def test_killed_anywhere_then_carried_on_then_a_power_cut_anywhere(tmp_path: Path) -> None:
-    assert list(kills(tmp_path)) == []
+    assert list(itertools.chain(*lives(tmp_path, Judge(tmp_path / "after")))) == []
 
 
 def test_a_sweep_that_forgets_its_fsync_loses_what_was_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,39 +132,32 @@ def test_a_sweep_that_forgets_its_fsync_loses_what_was_loaded(tmp_path: Path, mo
             durable.remove_tree(path, disk=disk)
 
     monkeypatch.setattr(durable, "sweep_dirs", sweep)
-    assert any("lost" in fault for fault in kills(tmp_path))
+    found = itertools.chain.from_iterable(lives(tmp_path, Judge(tmp_path / "after")))
+    assert any("lost" in fault for fault in found)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_a_real_disk_whose_power_is_cut_has_every_announced_checkpoint(tmp_path: Path, options: str) -> None:
+    """Some of the calls; all of them in the campaign."""
+    if why := why_no_loop(tmp_path):
+        pytest.skip(why)
+    row = real(tmp_path, options, every=9)
+    assert row.trials >= 9 and row.wrong == []
+
+
+def test_a_real_disk_whose_power_is_cut_shows_a_forgotten_fsync(tmp_path: Path) -> None:
+    if why := why_no_loop(tmp_path):
+        pytest.skip(why)
+    assert real(tmp_path, OPTIONS[-1], every=6, forgets=FORGOTTEN["parent"]).wrong
 
 
 # --- a disk that refuses ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("lasting", [False, True], ids=["once", "lasting"])
-@pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS], ids=errno.errorcode.get)
+@pytest.mark.parametrize("error", damage.ERRORS, ids=errno.errorcode.get)
 def test_a_fault_at_any_call_costs_only_the_attempt(job_dir: Path, error: int, lasting: bool) -> None:
-    commit(job_dir, 10)
-    for nth in itertools.count(1):
-        disk = FaultyDisk(nth, error, lasting=lasting)
-        if trouble := attempt(job_dir, 20, disk):
-            assert "\n" not in trouble.message and trouble.hint and str(job_dir) in trouble.message
-            assert lasting or steps(job_dir) == [10]
-        else:
-            assert load(job_dir / checkpoint.name_of(20)) == expected(20)
-        assert load(job_dir / checkpoint.name_of(10)) == expected(10)
-        durable.sweep_dirs(job_dir)
-        assert {p.name for p in job_dir.iterdir()} <= {checkpoint.name_of(10), checkpoint.name_of(20)}
-        assert load(commit(job_dir, 20)) == expected(20)  # the same step again, once the disk is well
-        durable.discard_dir(job_dir / checkpoint.name_of(20))
-        if not disk.hit:
-            assert nth > 20
-            return
-
-
-def attempt(job_dir: Path, step: int, disk: Disk) -> DiskTrouble | None:
-    try:
-        commit(job_dir, step, disk)
-    except DiskTrouble as e:
-        return e
-    return None
+    assert damage.save_on_faulty(job_dir, error, lasting=lasting).trials > 20
 
 
 @pytest.mark.parametrize(("error", "sentence"), [
@@ -391,25 +265,9 @@ def test_a_flip_of_any_data_bit_is_seen(job_dir: Path) -> None:
     checkpoint.verify(path)
 
 
-@pytest.mark.parametrize("times", [300, pytest.param(10_000, marks=pytest.mark.slow)])
-def test_random_damage_anywhere_is_seen_and_the_one_before_is_whole(job_dir: Path, times: int) -> None:
-    rng = random.Random(times)
-    before = commit(job_dir, 10)
-    files = {TENSORS: [rng.randbytes(20_000)], STATE: [rng.randbytes(500)]}
-    path, _ = checkpoint.commit(job_dir, job="a", step=20, identity="i", files=files)
-    for _ in range(times):
-        victim = path / rng.choice([TENSORS, STATE, MANIFEST])
-        data = victim.read_bytes()
-        at = rng.randrange(len(data))
-        victim.write_bytes(rng.choice([
-            data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1 :],  # a flipped bit
-            data[:at],  # the end lost
-            data[:at] + bytes(len(data) - at) + b"\0" * (data[at:].count(0) == len(data) - at),  # the end zeroed
-            data[:at] + data[at + 1 :], data[:at] + b"?" + data[at:]]))  # a byte lost, a byte too many
-        damaged(path)
-        victim.write_bytes(data)
-    assert load(before) == expected(10)
-    checkpoint.verify(path)
+def test_random_damage_anywhere_is_seen_and_the_one_before_is_whole(job_dir: Path) -> None:
+    row = damage.damaged(job_dir, 300)
+    assert row.trials == 300 and row.wrong == []
 
 
 def test_damage_to_a_large_file_is_seen(job_dir: Path) -> None:
@@ -500,12 +358,12 @@ def test_files_of_two_checkpoints_mixed_are_seen(job_dir: Path) -> None:
     damaged(other)
 
 
-def test_without_digests_a_flip_is_not_seen(job_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_digests_a_flip_is_not_seen(job_dir: Path) -> None:
     """The mutant: it is the digests that see it."""
-    without_digests(monkeypatch)
-    path = commit(job_dir, 20)
-    (path / STATE).write_bytes(b'{"step": 21}')
-    checkpoint.verify(path)
+    with without_digests():
+        path = commit(job_dir, 20)
+        (path / STATE).write_bytes(b'{"step": 21}')
+        checkpoint.verify(path)
 
 
 def test_a_damaged_one_is_put_aside_with_its_bytes(job_dir: Path) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import itertools
+import json
 from pathlib import Path
 
+import damage
 import pytest
 from disks import FaultyDisk, RecordingDisk
 
@@ -123,8 +126,24 @@ def test_a_read_only_disk_does_not_keep_the_rest_from_loading(ledger: Ledger) ->
 def test_a_newer_rrds_extra_fields_of_this_format_do_not_matter(ledger: Ledger) -> None:
     ledger.save(full_record())
     path = ledger.dir("a") / FILE
-    path.write_bytes(path.read_bytes().replace(b'"id"', b'"new": [1], "id"'))
+    body = {**json.loads(path.read_bytes()), "new": [1]}
+    del body["self"]
+    path.write_text(json.dumps({**body, "self": hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()}))
     assert ledger.load() == ({"a": full_record()}, [])
+
+
+def test_a_record_that_says_something_else_than_was_written_is_damaged(ledger: Ledger) -> None:
+    ledger.save(full_record())
+    path = ledger.dir("a") / FILE
+    whole = path.read_bytes()
+    path.write_bytes(whole.replace(b'"best_step": ', b'"best_step": 1'))
+    records, (fault,) = ledger.load()
+    assert records == {} and "is damaged: its digest is not" in fault
+
+
+def test_whatever_becomes_of_a_record_the_others_are_known_and_it_is_said(tmp_path: Path) -> None:
+    row = damage.records(tmp_path, 100)
+    assert row.trials > 400 and row.wrong == []
 
 
 def test_format_1_is_read_for_ever(ledger: Ledger) -> None:

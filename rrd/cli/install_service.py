@@ -59,7 +59,7 @@ def install_service(root: Path, remove: bool, dry_run: bool) -> None:
     if root == Path("/"):
         _settle()
     say(f"installed {len(files)} files below {root}; the service runs {target}")
-    say("next: systemctl enable --now rrd, and usermod -aG rrd NAME for whoever hands in jobs; rrd doctor checks the box")
+    say("next: `systemctl enable --now rrd`, and `usermod -aG rrd NAME` for whoever hands in jobs")
 
 
 def wanted(programs: Path) -> dict[str, str]:

@@ -83,14 +83,26 @@ def check_output(output: Path) -> None:
     """Whether a result may be written to ``output``. Raises BadJob unless it is free, empty or ours, and writable."""
     shown = one_line(str(output), 200)
     above = next(p for p in output.parents if os.path.lexists(p))
+    if _read_only(above):
+        raise BadJob(f"the output {shown} cannot be written: {above} is read-only to this service", hint=
+                     f"`systemctl edit rrd`, two lines: [Service] and ReadWritePaths={one_line(str(above), 200)}; then "
+                     f"`systemctl restart rrd`; or name another output")
     if not os.access(above, os.W_OK | os.X_OK) or not above.is_dir():
         raise BadJob(f"the output {shown} cannot be written: {above} is not for the daemon's user to write to",
-                     hint="name another output, or let that user write there; a service also needs ReadWritePaths=")
+                     hint="name another output, or let that user write there")
     if os.path.lexists(output) and not output.is_dir():
         raise BadJob(f"the output {shown} is there already, and no directory", hint="name another output")
     if output.is_dir() and _manifest(output) is None and any(output.iterdir()):
         raise BadJob(f"the output {shown} holds files that rrd did not write",
                      hint="name another output, or move that directory away")
+
+
+def _read_only(path: Path) -> bool:
+    """Whether what ``path`` lies on is mounted so, as ProtectSystem= of a unit does with all but a few places."""
+    try:
+        return bool(os.statvfs(path).f_flag & os.ST_RDONLY)
+    except OSError:
+        return False
 
 
 def _manifest(output: Path) -> dict[str, Any] | None:

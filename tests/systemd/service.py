@@ -13,9 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from machine import Machine, why_not
+from machine import Machine, NotUp, why_not
 from toys import make_data, make_model
 
+from rrd import client
+from rrd.errors import RrdError
 from rrd.job import to_toml
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,8 +31,8 @@ UNIT = "/etc/systemd/system/rrd.service.d"
 
 def why_no_service() -> str:
     """Why rrd cannot be a service of a machine here; empty when it can."""
-    return why_not() or ("" if _python() else "a service cannot reach the Python of these tests: it lies below /root or "
-                         f"/home, and /usr/bin/{PYTHON} is not there")
+    return why_not() or ("" if _python() else "a service cannot reach the Python of these tests: it lies below /root "
+                         f"or /home, and /usr/bin/{PYTHON} is not there")
 
 
 def _python() -> str:
@@ -106,15 +108,22 @@ class Service:
             self.machine.write(f"{UNIT}/test.conf", "\n".join(lines) + "\n")
         self.systemctl("daemon-reload")
 
+    def clean(self) -> None:
+        """No job files, no settings, no failure remembered."""
+        self.machine.run("sh", "-c", "rm -rf /etc/rrd/jobs.d/*.toml /etc/rrd/rrd.toml")
+        if self.machine.path(UNIT).exists():
+            self.drop_in()
+        self.systemctl("reset-failed", "rrd", check=False)
+
     # --- the journal ---
 
-    def cursor(self) -> str:
-        """The end of the journal, for ``journal`` to begin at."""
-        said = self.machine.run("journalctl", "-n", "0", "--show-cursor", "--sync", "-q", check=False)
-        return said.rpartition("-- cursor: ")[2].strip()
+    def now(self) -> str:
+        """For ``journal`` to begin at."""
+        return f"@{time.time():.6f}"
 
     def journal(self, *matches: str, since: str = "") -> list[dict[str, Any]]:
-        after = [f"--after-cursor={since}"] if since else []
+        self.machine.run("journalctl", "--sync")
+        after = [f"--since={since}"] if since else []
         said = self.machine.run("journalctl", "-o", "json", "--no-pager", "-q", *after, *(matches or ("-u", "rrd")))
         return [json.loads(line) for line in said.splitlines()]
 
@@ -139,13 +148,12 @@ class Service:
         self.machine.run("rm", "-f", *(f"/etc/rrd/jobs.d/{name}.toml" for name in names))
 
     def job(self, name: str) -> dict[str, Any]:
-        """What ``rrd status`` knows of a job; empty while there is none, or no daemon."""
-        done = self.machine.attempt("rrd", "status", "--json", name)
+        """What the daemon says of a job; empty while there is none, or no daemon."""
         try:
-            found: dict[str, Any] = json.loads(done.stdout) if done.returncode == 0 else {}
-        except ValueError:
+            known = client.call(self.machine.path("/run/rrd"), "status")["jobs"]
+        except (RrdError, NotUp):
             return {}
-        return found
+        return next((job for job in known if job["id"] == name), {})
 
     def wait_job(self, name: str, what: Callable[[dict[str, Any]], object], why: str = "it never got there",
                  seconds: float = 90) -> dict[str, Any]:
@@ -155,7 +163,7 @@ class Service:
             if seen and what(seen):
                 return seen
             assert time.monotonic() < end, f"{name}: {why}\n{seen}\n{self.machine.tail()}"
-            time.sleep(0.1)
+            time.sleep(0.05)
 
     def wait_done(self, *names: str) -> None:
         for name in names:

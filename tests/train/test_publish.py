@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -111,3 +112,13 @@ def test_a_failure_anywhere_leaves_the_old_output_or_the_new_one(tmp_path: Path)
         assert [p.name for p in out.parent.iterdir()] == ["out"]
     assert failures >= 6
     assert (out / "a.txt").read_text() == "two"
+
+
+def test_what_a_unit_makes_read_only_is_said_with_the_drop_in_to_write(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.statvfs(tmp_path)
+    read_only = os.statvfs_result((*real[:8], real.f_flag | os.ST_RDONLY, real.f_namemax))
+    monkeypatch.setattr(os, "statvfs", lambda path: read_only)
+    with pytest.raises(BadJob, match=f"{tmp_path} is read-only to this service") as refused:
+        Publication(tmp_path / "below" / "out")
+    assert f"[Service] and ReadWritePaths={tmp_path};" in refused.value.hint

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -26,11 +26,11 @@ def device() -> str:
 
 
 @pytest.fixture
-def row() -> Iterator[Row]:
+def row() -> Row:
     def add(what: str, figure: str, wanted: str = "") -> None:
         _ROWS.append((what, figure, wanted))
 
-    yield add
+    return add
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

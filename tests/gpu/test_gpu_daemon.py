@@ -1,4 +1,4 @@
-"""The real daemon on a CUDA die: four jobs in rotation, killed and resumed; every byte as alone and straight through."""
+"""The real daemon on a CUDA die: four jobs in rotation, killed and resumed, come to the same bytes as alone."""
 
 from __future__ import annotations
 

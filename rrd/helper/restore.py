@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from rrd.helper.base import NOTICE, WARNING, Refusal, say
-from rrd.helper.device import Device, Fallen, Saved
+from rrd.helper.device import IO, KINDS, Device, Fallen, Saved
 from rrd.helper.kept import Kept
 from rrd.helper.programs import run
 from rrd.helper.space import Bus
@@ -28,21 +28,40 @@ def restore(kept: Kept, bus: Bus) -> bool:
 def put_back(saved: Sequence[Saved], bus: Bus) -> list[Saved]:
     """The devices that would not go back. One that no longer answers has nothing to be put back.
 
-    Everything is off before any address changes, and every address is right before anything is on: bridges first.
+    Everything is off before any address changes, and every address is right before anything is on: bridges first. No
+    die is turned on at an address that another has: a driver may have meddled, or the other may not let go.
     """
     here = {s: d for s in saved if (d := _still_there(s, bus))}
     stuck: list[Saved] = []
-    for step in (_off, Device.put_back, _bridge_on, _die_on):
-        for s, device in here.items():
-            try:
-                if s not in stuck:
-                    step(device, s)
-            except Fallen as e:
-                say(NOTICE, e.reason)
-            except Refusal as e:
-                say(WARNING, e.reason)
-                stuck.append(s)
+    _try_each(_off, here, stuck)
+    taken = {bar for s in stuck for bar in _claims(here[s].saved())}
+    for step in (Device.put_back, _bridge_on):
+        _try_each(step, here, stuck)
+    for s, device in here.items():
+        if s.memory and s.bars and _claims(s) & taken:
+            say(WARNING, f"{device.name} ({s.address}) stays off: another has its address")
+            stuck += [s] if stuck else []  # it will have it, once the other lets go
+        else:
+            taken |= _claims(s) if s.memory else set()
+            _try_each(_die_on, {s: device}, stuck)
     return stuck
+
+
+def _try_each(step: Callable[[Device, Saved], None], here: Mapping[Saved, Device], stuck: list[Saved]) -> None:
+    for s, device in here.items():
+        try:
+            if s not in stuck:
+                step(device, s)
+        except Fallen as e:
+            say(NOTICE, e.reason)
+        except Refusal as e:
+            say(WARNING, e.reason)
+            stuck.append(s)
+
+
+def _claims(saved: Saved) -> set[int]:
+    """The addresses of its memory BARs, as the registers have them."""
+    return {bar for bar in saved.bars if bar & ~KINDS and not bar & IO}
 
 
 def _still_there(saved: Saved, bus: Bus) -> Device | None:

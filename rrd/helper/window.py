@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -47,15 +47,25 @@ class Window:
         self._devices = {name: self._device(f"die {name}", address) for name, address in dies.items()}
         self._known: dict[str, _Known] = {}
         self._bridges: dict[str, Device] = {}
-        """Those that are switched: above some of the dies, but not above all."""
+        """All that are above a known die."""
+        self._own: list[str] = []
+        """Those of them that are not above every die: off unless the open die is behind them."""
 
     def start(self) -> None:
-        """See Backend. A die that is not there may come later."""
+        """See Backend. A die that is not there, or is not as it should be, may come later."""
+        self._look_before_touching()
+        bad: list[BadSetup] = []
         for name in self.dies:
             try:
                 self._know(name)
             except Refusal as e:
                 say(WARNING, f"{e.reason}; the other dies go on without it")
+            except BadSetup as e:
+                bad.append(e)
+        if len(bad) == len(self.dies):
+            raise bad[0]
+        for fault in bad:
+            say(WARNING, f"{fault}; the other dies go on without it")
 
     def open(self, die: str) -> None:
         """See Backend."""
@@ -76,7 +86,7 @@ class Window:
             device.set_memory(False)
             device.put_back(known.saved)
         finally:
-            for bridge in reversed(self._chain(die)):
+            for bridge in self._own_above(die):
                 bridge.set_memory(False)
 
     def _open(self, die: str) -> None:
@@ -84,17 +94,23 @@ class Window:
             with suppress(Fallen):  # who does not answer claims no address either
                 self._meet(name)
                 other.set_memory(False)
-        chain = self._chain(die)
-        for bridge in self._bridges.values():
-            if bridge not in chain:
-                with suppress(Fallen):
-                    bridge.set_memory(False)
         device, known = self._devices[die], self._met(die)
+        for address in self._own:
+            if address not in known.above:
+                with suppress(Fallen):
+                    self._bridges[address].set_memory(False)
         device.set_memory(False)
         for number, value in known.placed:
             device.put_bar(number, value)
-        for each in (*chain, device):
-            each.set_memory(True)
+        for address in known.above:
+            self._pass_on(self._bridges[address])
+        device.set_memory(True)
+
+    def _pass_on(self, bridge: Device) -> None:
+        if self._switch_bridges:
+            bridge.set_memory(True)
+        elif not bridge.memory:
+            raise Refusal(f"{bridge.name} passes no memory access on: its memory-space-enable bit is off")
 
     def _shut(self, die: str) -> None:
         """Close ``die`` as far as it lets itself be closed."""
@@ -102,11 +118,27 @@ class Window:
             self._devices[die].set_memory(False)
             if die in self._known:
                 self._devices[die].put_back(self._known[die].saved)
-        for bridge in reversed(self._chain(die)):
+        for bridge in self._own_above(die):
             with suppress(Refusal):
                 bridge.set_memory(False)
 
     # --- getting to know the dies ---
+
+    def _look_before_touching(self) -> None:
+        """A wrong address may be that of a disk. Raises BadSetup unless the dies are of one kind."""
+        kinds: dict[int, Device] = {}
+        chains: list[list[str]] = []
+        hint = "`lspci -nn` shows where the dies are"
+        for device in self._devices.values():
+            with suppress(Fallen):
+                kinds.setdefault(device.ids(), device)
+                chains.append(self._above(device))
+                if device.is_bridge():
+                    raise BadSetup(f"{device.name} ({device.address}) is a bridge", hint=hint)
+        if len(kinds) > 1:
+            found = ", ".join(f"{d.name} ({d.address}) is {_ids(ids)}" for ids, d in kinds.items())
+            raise BadSetup(f"the dies of a group must be of one kind: {found}", hint=hint)
+        own_bridges(chains, may_switch=self._switch_bridges)
 
     def _meet(self, name: str) -> None:
         """Get to know a die that was not there at the start."""
@@ -130,19 +162,33 @@ class Window:
         """Keep how the die is, turn it off, and find what places it. Raises Refusal, BadSetup."""
         device = self._devices[name]
         now = device.saved()
-        if not now.bars:
-            raise BadSetup(f"{device.name} ({device.address}) is a bridge", hint="`lspci` shows where the dies are")
+        self._check_kind(device, now)
         above = self._above(device)
+        bridges = {a: self._bridges.get(a) or self._device(f"bridge {a}", a) for a in above}
+        if self._switch_bridges:
+            for bridge in bridges.values():
+                self._kept.add(bridge.saved())
         saved = self._kept.add(now)
         device.set_memory(False)
-        placed = self._places(device, memory_bars(device, now), above)
+        placed = self._places(device, memory_bars(device, now), bridges.values())
+        chains = [known.above for known in self._known.values()]
+        own = own_bridges([*chains, above], may_switch=self._switch_bridges)
         self._known[name] = _Known(saved, placed, above)
-        self._find_bridges()
+        self._bridges |= bridges
+        self._own = own
+        for address in own:
+            self._bridges[address].set_memory(False)
 
-    def _places(self, device: Device, bars: Mapping[int, Bar], above: Sequence[str]) -> list[tuple[int, int]]:
+    def _check_kind(self, device: Device, saved: Saved) -> None:
+        """The same again, for a die that comes late."""
+        other = next((known.saved.ids for known in self._known.values()), saved.ids)
+        if not saved.bars or saved.ids != other:
+            raise BadSetup(f"{device.name} ({device.address}) is {_ids(saved.ids)}, the other dies are {_ids(other)}")
+
+    def _places(self, device: Device, bars: Mapping[int, Bar], above: Iterable[Device]) -> list[tuple[int, int]]:
         check_window(device, bars, self._window)
-        for address in above:
-            check_bridge(self._device(f"bridge {address}", address), device, bars, self._window)
+        for bridge in above:
+            check_bridge(bridge, device, bars, self._window)
         return [value for number, bar in bars.items() for value in bar.values(self._window[number])]
 
     def _above(self, device: Device) -> list[str]:
@@ -151,21 +197,10 @@ class Window:
         except OSError as e:
             raise Fallen(f"{device.name} ({device.address}) is not on the bus: {e.strerror}") from None
 
-    # --- bridges ---
-
-    def _find_bridges(self) -> None:
-        """Turn off the bridges that are not above every known die, kept as they are now."""
-        for address in own_bridges([k.above for k in self._known.values()], may_switch=self._switch_bridges):
-            if address not in self._bridges:
-                bridge = self._device(f"bridge {address}", address)
-                self._kept.add(bridge.saved())
-                bridge.set_memory(False)
-                self._bridges[address] = bridge
-
-    def _chain(self, die: str) -> list[Device]:
-        """The bridges that are switched with ``die``, outermost first."""
+    def _own_above(self, die: str) -> list[Device]:
+        """The bridges that are switched with ``die``, innermost first."""
         above = self._known[die].above if die in self._known else ()
-        return [self._bridges[a] for a in above if a in self._bridges]
+        return [self._bridges[a] for a in reversed(above) if a in self._own]
 
     def _device(self, name: str, address: str) -> Device:
         return Device(name, address, self._bus.space(address), self._clock)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import click
 
 from rrd.cli.show import number
-from rrd.history import History, smooth
+from rrd.history import History, Mark, smooth
 from rrd.text import one_line
 
 COLORS = ("cyan", "yellow", "magenta", "green", "red", "blue")
@@ -18,24 +18,26 @@ _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 Points = Sequence[tuple[float, float]]
 Curve = tuple[str, Points, bool]
 """Name, points, and whether they are joined."""
-RAW = "raw"
+RAW, RAW_COLOR = "raw", "bright_black"
+CHECKPOINT, RESTART = "╵", "▲"
 
 
 def losses(histories: Sequence[History], width: int, span: int | None = None, *, height: int = 16,
            color: bool = True) -> list[str]:
     """The losses of jobs, smoothed, over each other. A single job's raw ones stand behind them, where colour tells the
-    two apart, and its held-out ones before them."""
+    two apart, its held-out ones before them, and its checkpoints and restarts below."""
     curves: list[Curve] = [(one_line(h.job, 24), smooth(h.losses(), span), True) for h in histories]
     if len(histories) == 1:
         if color:
             curves.insert(0, (RAW, histories[0].losses(), True))
         if len(histories[0].evals) > 1:
             curves.append(("held out", histories[0].evals, False))
-    return chart(curves, width, height, x_name="step")
+    return chart(curves, width, height, x_name="step", marks=histories[0].marks if len(histories) == 1 else ())
 
 
-def chart(curves: Sequence[Curve], width: int, height: int, *, x_name: str = "") -> list[str]:
-    """Lines of at most ``width`` characters: an axis, the curves, and their names where they end."""
+def chart(curves: Sequence[Curve], width: int, height: int, *, x_name: str = "",
+          marks: Sequence[Mark] = ()) -> list[str]:
+    """Lines of at most ``width`` characters: an axis, the curves, their names where they end; a line for ``marks``."""
     xs = [x for _, points, _ in curves for x, _ in points]
     ys = sorted(y for _, points, _ in curves for _, y in points)
     low, high = ys[0], ys[min(len(ys) - 1, math.ceil(0.995 * len(ys)))]  # one spike should not flatten all the rest
@@ -50,8 +52,21 @@ def chart(curves: Sequence[Curve], width: int, height: int, *, x_name: str = "")
     right = _ends(canvas, curves, named)
     lines = [f"{left.get(i, ''):>{margin}} {'┤' if i in left else '│'}{row}{right.get(i, '')}".rstrip()
              for i, row in enumerate(canvas.rows())]
+    if below := _below(canvas, marks):
+        lines.append(f"{'':>{margin}} │{below}")
     last = f"{x_name} {number(max(xs), 6)}"
     return [*lines, f"{'':>{margin}} └{number(min(xs), 6):<{max(1, columns - len(last))}}{last}"]
+
+
+def _below(canvas: Canvas, marks: Sequence[Mark]) -> str:
+    """Checkpoints as ticks and restarts as triangles, where they happened; empty without any."""
+    cells = [" "] * canvas.columns
+    for kind, sign in (("checkpoint", CHECKPOINT), ("resumed", RESTART)):
+        for m in marks:
+            if m.kind == kind and canvas.x[0] <= m.step <= canvas.x[1]:
+                cells[canvas.place(m.step, canvas.y[0])[0] // 2] = sign
+    said = [f"{sign} {what}" for sign, what in ((CHECKPOINT, "saved"), (RESTART, "resumed")) if sign in cells]
+    return f"{''.join(cells)}  {' '.join(said)}".rstrip() if said else ""
 
 
 def _ends(canvas: Canvas, curves: Sequence[Curve], named: Sequence[str]) -> dict[int, str]:
@@ -68,7 +83,7 @@ def _ends(canvas: Canvas, curves: Sequence[Curve], named: Sequence[str]) -> dict
 
 def _color(i: int, curves: Sequence[Curve]) -> str | None:
     raw = curves[0][0] == RAW
-    return "bright_black" if raw and i == 0 else COLORS[(i - raw) % len(COLORS)]
+    return RAW_COLOR if raw and i == 0 else COLORS[(i - raw) % len(COLORS)]
 
 
 class Canvas:
@@ -100,6 +115,8 @@ class Canvas:
 
     def _set(self, x: int, y: int, color: str | None) -> None:
         if 0 <= x < 2 * self.columns and 0 <= y < 4 * self.height:
+            if self._colors[y // 4][x // 2] == RAW_COLOR != color:
+                self._bits[y // 4][x // 2] = 0  # a curve is a line, also within the cloud that it goes through
             self._bits[y // 4][x // 2] |= _DOTS[y % 4][x % 2]
             self._colors[y // 4][x // 2] = color
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import click
 
 from rrd.cli import views
-from rrd.cli.show import Column, Row, age, number, sparkline, table, wrap
+from rrd.cli.show import Column, Row, age, ago, number, sparkline, table, wrap
 from rrd.snapshot import DieView, JobView, LaneView, Snapshot, VisitView
 from rrd.states import JobState
 from rrd.text import count, duration, one_line
@@ -18,6 +18,8 @@ SHADES = "█▓▒░"
 """Jobs of one die, told apart without colour."""
 COLORS = ("cyan", "yellow", "magenta", "green", "blue", "red")
 WINDOWS = (30, 60, 120, 300, 600, 1800, 3600, 7200, 14400)
+ROOMY = 110
+"""Columns from which on every column of the table has room."""
 HELP = "↑↓ choose   p pause   r resume   l log   c curve   ? help   q end"
 KEYS = (("↑ ↓  k j", "choose a job; PgUp PgDn Home End in longer strides"), ("p", "pause it"), ("r", "let it carry on"),
         ("l enter", "its log, and back"), ("c", "its curve, and back"), ("space", "stop following; again: follow"),
@@ -56,10 +58,21 @@ def lines(s: Snapshot, choice: Choice, silent: str, width: int, height: int) -> 
     if choice.view in ("log", "curve"):
         return _of_one(s, choice, top, height - 1) + foot
     head = [*top, views.headline(s, time.time()), *views.faults(s)[:3]]
-    room = height - len(head) - len(foot)
+    wrong = _wrong(s, 3 if height < 30 else 6) if height >= 16 else []
+    room = height - len(head) - len(wrong) - len(foot)
     dies = _lanes(s, width, room // 2) if height >= 16 else []
     out = head + dies
-    return out + _jobs(s, choice, width, height - len(out) - len(foot)) + foot
+    return out + _jobs(s, choice, width, height - len(out) - len(wrong) - len(foot)) + wrong + foot
+
+
+def _wrong(s: Snapshot, most: int) -> list[str]:
+    """What a person should know of, wherever in the table it stands: dies, failed jobs, files that are not taken."""
+    said = [f"die {d.name}: {d.why}" for d in s.dies if d.why]
+    said += [f"{j.id}: {j.why}" + (f" ({j.hint})" if j.hint else "") for j in s.jobs if j.state is JobState.FAILED]
+    said += [f"not taken: {r.message}" for r in s.rejected]
+    more = f"  and {len(said) - most + 1} more: `rrd status`"
+    shown = said if len(said) <= most else [*said[: most - 1], more]
+    return [click.style(one_line(text, 400), fg="red") for text in shown]
 
 
 def _foot(choice: Choice, width: int) -> list[str]:
@@ -146,12 +159,10 @@ def timeline(d: DieView, now: float, seconds: float, cells: int) -> str:
 
 
 def _jobs(s: Snapshot, choice: Choice, width: int, room: int) -> list[str]:
-    """As many jobs as fit, the chosen one among them; then rejected files."""
-    rejected = [click.style(f"not taken: {one_line(r.message, 400)}", fg="red") for r in s.rejected[:2]]
-    room -= len(rejected)
+    """As many jobs as fit, the chosen one among them."""
     jobs = views.in_order(s.jobs)
     if not jobs:
-        return ["", "no jobs: drop a job file into the spool, or `rrd submit` one", *rejected][: room + len(rejected)]
+        return ["", "no jobs: drop a job file into the spool, or `rrd submit` one"][:room]
     chosen = next((i for i, j in enumerate(jobs) if j.id == choice.job), 0)
     size = max(1, room - 2)
     while True:
@@ -162,7 +173,7 @@ def _jobs(s: Snapshot, choice: Choice, width: int, room: int) -> list[str]:
             out.append(click.style(f"  {start + 1} to {start + len(shown)} of {count(len(jobs), 'job')}; "
                                    f"{count(len(jobs) - len(shown), 'more job')}", dim=True))
         if len(out) <= room or size == 1:
-            return out[: max(0, room)] + rejected
+            return out[: max(0, room)]
         size = max(1, size - max(1, (len(out) - room) // 2))
 
 
@@ -173,7 +184,16 @@ def _row(j: JobView, now: float, chosen: bool, width: int) -> Row:
              views.percent(j), number(j.loss), sparkline(j.losses, 16 if width >= 100 else 10), _rate(j),
              "-" if j.eta_seconds is None else duration(j.eta_seconds), next_save(j, now))
     hint = f" ({j.hint})" if j.hint and j.state is JobState.FAILED else ""
-    return Row(cells, views.color_of(j.state), f"{j.why}{hint}" if j.why else "")
+    note = f"{j.why}{hint}" if j.why else _details(j, now) if chosen and width < ROOMY else ""
+    return Row(cells, views.color_of(j.state), note)
+
+
+def _details(j: JobView, now: float) -> str:
+    """What the columns of a narrow terminal leave out."""
+    place = f"on die {one_line(j.die, 8)}" if j.die is not None else ""
+    saved = f"saved {ago(j.last_checkpoint_at, now)}" if j.last_checkpoint_at is not None else ""
+    due = next_save(j, now) if j.state is JobState.RUNNING else "-"
+    return ", ".join(filter(None, (place, saved, f"next checkpoint: {due}" if due != "-" else "")))
 
 
 def _rate(j: JobView) -> str:

@@ -76,8 +76,8 @@ class Screen:
 
     @contextlib.contextmanager
     def open(self) -> Iterator[Keys]:
-        """Take the terminal over; ctrl-z gives it back for as long as it lasts."""
-        with raw_keys() as keys:
+        """Take the terminal over; ctrl-z gives it back for as long as it lasts, and so does every end but SIGKILL."""
+        with raw_keys() as keys, ends_on_signals():
             self._write(_ENTER)
 
             def pause(number: int, frame: FrameType | None) -> None:
@@ -93,7 +93,22 @@ class Screen:
                 yield keys
             finally:
                 signal.signal(signal.SIGTSTP, before)
-                self._write(_LEAVE)
+                with contextlib.suppress(OSError):  # there may be no terminal any more
+                    self._write(_LEAVE)
+
+
+@contextlib.contextmanager
+def ends_on_signals() -> Iterator[None]:
+    """SIGTERM, and the SIGHUP of a line that is cut, unwind the stack, as ctrl-c does."""
+    def end(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class Keys:
@@ -119,7 +134,8 @@ class Keys:
         if self._fd is not None:
             import termios
 
-            termios.tcsetattr(self._fd, termios.TCSADRAIN, self._before)
+            with contextlib.suppress(termios.error):  # the terminal is gone
+                termios.tcsetattr(self._fd, termios.TCSADRAIN, self._before)
 
     def wait(self, seconds: float) -> str:
         """The name of the next key, or an empty text after so many seconds."""

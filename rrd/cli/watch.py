@@ -198,7 +198,7 @@ class Watcher:
             self.choice.curve = [f"its history cannot be read: {e.strerror}"]
             return
         color = sys.stdout.isatty()
-        self.choice.curve = braille.losses([h], width, height=max(5, height - 5), color=color) if h.losses() else [
+        self.choice.curve = braille.losses([h], width, height=max(5, height - 6), color=color) if h.losses() else [
             "no step yet"]
 
 

@@ -69,7 +69,7 @@ def test_pictures(rrd: Rrd, jobs: Path, tmp_path: Path, name: str, magic: bytes)
     assert data.startswith(magic) and len(data) > 10_000
     if name == "x.svg":
         text = data.decode()
-        for word in ("code-a", "code-b, held out", "checkpoints", "restarts", "learning rate", "tokens a second"):
+        for word in ("code-a", "code-b", "held out", "checkpoints | and restarts", "learning rate", "tokens a second"):
             assert f">{word}" in text, word
         assert "stroke-dasharray" in text, "jobs can be told apart without colour"
         rrd("plot", "code-a", "code-b", "-o", tmp_path / "again.svg")

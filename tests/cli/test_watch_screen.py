@@ -51,6 +51,22 @@ def test_at_80_by_24_there_are_dies_jobs_and_keys() -> None:
         assert text in shown, text
 
 
+def test_what_is_wrong_is_there_wherever_the_table_stands() -> None:
+    s = a_busy_box()
+    for height in (24, 50):
+        shown = "\n".join(plain(s, 80, height, Choice(job="code-a")))
+        for text in ("die 4: the gate refused it", "broken: the model directory /models/gone is", "not taken: "):
+            assert text in shown, text
+    s.jobs += [job(f"bad-{i}", JobState.FAILED, why="no data") for i in range(30)]
+    assert "  and 31 more: `rrd status`" in plain(s)
+
+
+def test_the_chosen_job_says_what_a_narrow_table_leaves_out() -> None:
+    s = snapshot(job("a", checkpoint_every="100", step=130), job("b"))
+    assert "    on die 3, saved 2 min ago, next checkpoint: 70 steps" in plain(s, choice=Choice(job="a"))
+    assert "on die 3" not in "\n".join(plain(s, 160, choice=Choice(job="a")))
+
+
 def test_many_dies_leave_room_for_jobs() -> None:
     dies = [DieView(name=str(i), lane="0", device="cpu", state="idle") for i in range(64)]
     dies[40].computing, dies[40].since, dies[7].why = "code-a", 0.0, "fenced: it died"
@@ -120,6 +136,12 @@ class Terminal:
             assert time.monotonic() < end, f"{text!r} never came: {unstyled(self.seen)[-3000:]}"
             self.read(0.1)
 
+    def until_raw(self, text: str, seconds: float = 30.0) -> None:
+        end = time.monotonic() + seconds
+        while text not in self.seen:
+            assert time.monotonic() < end, f"{text!r} never came: {self.seen[-3000:]!r}"
+            self.read(0.1)
+
     def press(self, keys: str) -> None:
         self.seen = ""
         os.write(self.master, keys.encode())
@@ -177,15 +199,39 @@ def test_keys_pause_resume_and_open_logs(terminal: Terminal, daemon: FakeDaemon)
     assert terminal.process.wait(20) == 0
 
 
-def test_it_leaves_the_terminal_as_it_was(terminal: Terminal) -> None:
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 0), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_it_leaves_the_terminal_as_it_was(terminal: Terminal, number: int, status: int) -> None:
     terminal.until("code-a")
     assert "\x1b[?1049h" in terminal.seen
     assert termios.tcgetattr(terminal.slave) != terminal.before
-    terminal.process.send_signal(signal.SIGINT)  # ctrl-c
+    terminal.process.send_signal(number)
     terminal.read(3)
-    assert terminal.process.wait(20) == 0
+    assert terminal.process.wait(20) == status
     assert terminal.seen.endswith("\x1b[?25h\x1b[?1049l")
     assert termios.tcgetattr(terminal.slave) == terminal.before
+
+
+def test_a_line_that_is_cut_ends_it(terminal: Terminal) -> None:
+    """As sshd does it: the other side of the terminal is gone, and a hangup comes where it is the controlling one."""
+    terminal.until("code-a")
+    os.close(terminal.slave)
+    os.close(terminal.master)
+    try:
+        assert terminal.process.wait(20) in (0, 1), "it noticed"
+    finally:
+        terminal.master, terminal.slave = os.open("/dev/null", os.O_RDWR), os.open("/dev/null", os.O_RDWR)
+
+
+def test_it_stops_for_ctrl_z_and_comes_back(terminal: Terminal) -> None:
+    terminal.until("code-a")
+    terminal.process.send_signal(signal.SIGTSTP)
+    terminal.until_raw("\x1b[?1049l")
+    _, status = os.waitpid(terminal.process.pid, os.WUNTRACED)
+    assert os.WIFSTOPPED(status) and termios.tcgetattr(terminal.slave) == terminal.before
+    terminal.seen = ""
+    terminal.process.send_signal(signal.SIGCONT)
+    terminal.until("code-a")
+    assert "\x1b[?1049h" in terminal.seen
 
 
 def test_a_second_in_which_nothing_happens_costs_nothing(terminal: Terminal, daemon: FakeDaemon) -> None:

@@ -1,8 +1,9 @@
 """The compiled kernels of CPU dies: built once with the machine's own compiler, into the cache, and loaded by ctypes.
 
 Built ahead (``python -m rrd.ops.native CACHE_DIR``, or by the first worker that needs them, while the others wait) into
-``<cache_dir>/kernels/<source and processor>-<compiler>/``, beside and by one rename. Where there is no compiler, or
-what it built does not load or does not compute what torch does, the ops fall back to torch's, and ``why_not`` says so.
+``<cache_dir>/kernels/<source and processor>/``, beside and by one rename, and kept: a new compiler builds nothing anew.
+Where there is no compiler, or what it built does not load or does not compute what torch does, the ops fall back to
+torch's, and ``why_not`` says so.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from rrd import durable
 from rrd.errors import RrdError
+from rrd.ops.fingerprint import fingerprint
 from rrd.text import one_line
 
 SOURCE = Path(__file__).parent.parent / "kernels" / "rwkv7_cpu.cpp"
@@ -41,18 +43,18 @@ class NoKernels(RrdError):
 
 
 class Kernels:
-    """The loaded library. ``name`` is of its source, processor and compiler: what decides the bits it gives."""
+    """The loaded library. ``name`` is of the bits it gives: to a job, two builds of one name are the same."""
 
     def __init__(self, file: Path) -> None:
         try:
             self._library = ctypes.CDLL(str(file))
         except OSError as e:
             raise NoKernels(f"the compiled kernels do not load: {one_line(str(e), 200)}") from e
-        self.name = file.parent.name
         self.chunk = int(self._library.rrd_chunk())
         """Tokens between the states that a forward pass keeps."""
         self.lanes = int(self._library.rrd_vector_floats())
         """Floats in the processor's vector: sizes must be multiples of it."""
+        self.name = fingerprint(self)
 
     def __call__(self, function: str, *args: object) -> None:
         """Call one of the library's functions. Tensors and lists of them become pointers, ints are longs."""
@@ -119,9 +121,7 @@ def use(cache_dir: Path, alive: Alive = lambda: None) -> None:
     if _loaded is not None or _failed is not None:
         return
     try:
-        found = Kernels(build(cache_dir, alive, source=SOURCE))
-        _check(found)
-        _loaded = found
+        _loaded = _checked(build(cache_dir, alive, source=SOURCE, check=_checked))
     except NoKernels as e:
         _failed = e
     except (RrdError, OSError) as e:
@@ -135,10 +135,11 @@ def default_cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rrd"
 
 
-def _check(k: Kernels) -> None:
-    """Whether the library computes the recurrence: a miscompiled one is not used."""
+def _checked(file: Path) -> Kernels:
+    """The library, if it computes the recurrence. Raises NoKernels for one that does not, or does not load."""
     from rrd.ops.reference import wkv7
 
+    k = Kernels(file)
     T, H, N = 40, 2, 64
     wave = torch.arange(6 * T * H * N, dtype=torch.float64).mul_(0.37).sin_().view(6, 1, T, H, N) * 0.2
     r, log_d, k_, v, a, b = (wave[0], -wave[1].abs(), *wave[2:])
@@ -148,27 +149,28 @@ def _check(k: Kernels) -> None:
     k.spread("rrd_wkv7_forward", H, xs, None, y, None, state, T, H)
     if not (torch.allclose(y.double(), expected, atol=1e-5) and torch.allclose(state.double(), last, atol=1e-5)):
         raise NoKernels("the compiled kernels do not compute what they should")
+    return k
 
 
 # ---- building ----------------------------------------------------------------------------------------------------
 
 
-def build(cache_dir: Path, alive: Alive = lambda: None, *, source: Path = SOURCE) -> Path:
-    """The library of ``source`` below ``cache_dir``, built unless it is there.
+def build(cache_dir: Path, alive: Alive = lambda: None, *, source: Path = SOURCE,
+          check: Callable[[Path], object] = lambda file: None) -> Path:
+    """The library of ``source`` below ``cache_dir``, built unless it is there; kept if ``check`` does not raise.
 
     Raises:
-        NoKernels: there is no compiler (and no earlier build), or it fails. DiskTrouble: the cache cannot be written.
+        NoKernels: it is not there, and there is no compiler or it fails. DiskTrouble: the cache cannot be written.
     """
     place, library = cache_dir / "kernels", f"{source.stem}.so"
-    key, compiler = _source_key(source), _compiler()
-    if compiler is None:
-        return _earlier(place, key, library)
-    final = place / f"{key}-{_compiler_key(compiler)}"
+    final = place / _source_key(source)
     if not (final / library).is_file():
+        if (compiler := _compiler()) is None:
+            raise NoKernels("no C++ compiler is installed")
         durable.make_dir(place)
         with durable.lock_when_free(place / "lock", what="the kernels' build", alive=alive, seconds=BUILD_SECONDS):
             if not (final / library).is_file():
-                _build(compiler, source, final, alive)
+                _build(compiler, source, final, alive, check)
     return final / library
 
 
@@ -191,26 +193,11 @@ def _compiler() -> str | None:
     return next((found for n in names if n and (found := shutil.which(n))), None)
 
 
-def _compiler_key(compiler: str) -> str:
-    try:
-        said = subprocess.run([compiler, "--version"], capture_output=True, timeout=30, check=True).stdout
-    except (OSError, subprocess.SubprocessError) as e:
-        raise NoKernels(f"the compiler {compiler} does not run: {e}") from e
-    return hashlib.sha256(said).hexdigest()[:8]
-
-
-def _earlier(place: Path, key: str, library: str) -> Path:
-    """A build made when there was a compiler."""
-    found = sorted(place.glob(f"{key}-*/{library}"))
-    if not found:
-        raise NoKernels("no C++ compiler is installed")
-    return found[0]
-
-
-def _build(compiler: str, source: Path, final: Path, alive: Alive) -> None:
+def _build(compiler: str, source: Path, final: Path, alive: Alive, check: Callable[[Path], object]) -> None:
     with tempfile.TemporaryDirectory() as room:
         out = Path(room) / f"{source.stem}.so"
         _compile([compiler, *FLAGS, "-o", str(out), str(source)], alive)
+        check(out)  # what computes wrong is not kept: another compiler may do better
         try:
             with durable.NewDirectory(final.parent, final.name) as new:
                 new.add(out.name, [out.read_bytes()])
@@ -242,8 +229,7 @@ def _compile(command: Sequence[str], alive: Alive) -> None:
 
 def main(argv: list[str]) -> int:
     try:
-        found = Kernels(build(Path(argv[0]) if argv else default_cache_dir()))
-        _check(found)
+        found = _checked(build(Path(argv[0]) if argv else default_cache_dir(), check=_checked))
     except RrdError as e:
         print(f"rrd: {e}", file=sys.stderr)
         return 1

@@ -30,19 +30,41 @@ def test_two_processes_build_once_and_both_use_it(tmp_path: Path) -> None:
     assert [run.returncode for run in runs] == [0, 0]
     assert said[0] == said[1] != ""
     (built,) = (tmp_path / "kernels").glob("*/rwkv7_cpu.so")
-    assert built.parent.name in said[0]
+    assert native.Kernels(built).name in said[0]
     assert {p.name for p in (tmp_path / "kernels").iterdir()} == {built.parent.name, "lock"}
 
 
+@pytest.mark.parametrize("compiler", [None, "/bin/false"], ids=["gone", "replaced by one that fails"])
 @needs_compiler
-def test_a_build_outlives_its_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh: None) -> None:
+def test_a_build_outlives_its_compiler(compiler: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                       fresh: None) -> None:
     file = native.build(native.default_cache_dir())
     shutil.copytree(file.parent, tmp_path / "kernels" / file.parent.name)
-    monkeypatch.setattr(native, "_compiler", lambda: None)
+    monkeypatch.setattr(native, "_compiler", lambda: compiler)
     native.use(tmp_path)
     assert native.why_not() == ""
     assert (loaded := native.kernels())
-    assert loaded.name == file.parent.name
+    assert loaded.name == native.Kernels(file).name
+
+
+def built_with(flags: tuple[str, ...], room: Path) -> native.Kernels:
+    room.mkdir()
+    compiler = native._compiler()
+    assert compiler
+    subprocess.run([compiler, *native.FLAGS, *flags, "-o", str(room / "x.so"), str(native.SOURCE)], check=True)
+    return native.Kernels(room / "x.so")
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_the_name_is_of_the_bits_and_not_of_the_build(tmp_path: Path) -> None:
+    """What a checkpoint remembers: builds that compute the same share a name, others do not."""
+    usual = native.kernels()
+    assert usual
+    assert built_with(("-fno-tree-vectorize", "-Wl,--build-id=none"), tmp_path / "same").name == usual.name
+    other = built_with(("-ffp-contract=off",), tmp_path / "unfused")
+    if "fma" in native._processor()[1]:
+        assert other.name != usual.name
 
 
 def refused(cache: Path) -> str:
@@ -59,8 +81,8 @@ def test_without_a_compiler_torch_computes(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(("script", "sentence"), [
-    ("exit 1", "does not run"), ('[ "$1" = --version ] || { echo boom; exit 1; }', "do not compile: boom"),
-    ('[ "$1" = --version ] || for o; do [ "$p" = -o ] && echo rubbish > "$o"; p="$o"; done; true', "do not load")])
+    ("exit 1", "do not compile: it ended with 1"), ("echo boom; exit 1", "do not compile: boom"),
+    ('for o; do [ "$p" = -o ] && echo rubbish > "$o"; p="$o"; done; true', "do not load")])
 def test_with_a_bad_compiler_torch_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh: None, script: str,
                                             sentence: str) -> None:
     compiler = tmp_path / "g++"
@@ -79,6 +101,7 @@ def test_kernels_that_compute_something_else_are_not_used(tmp_path: Path, monkey
     wrong.write_text(source.replace("vi * k[j];", "ui * k[j];"))
     monkeypatch.setattr(native, "SOURCE", wrong)
     assert "do not compute what they should" in refused(tmp_path)
+    assert not list(tmp_path.glob("kernels/*/*.so"))  # the next compiler may do better
 
 
 def test_where_the_cache_cannot_be_written_torch_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh: None

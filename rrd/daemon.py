@@ -152,9 +152,13 @@ class Daemon:
             raise self.keeper.bug
 
     def stop(self) -> None:
-        """Finish the steps in progress, checkpoint every resident job, end."""
+        """Finish the steps in progress, checkpoint every resident job, end. Asked twice: without those steps."""
         if not self._stop.is_set():
             self.journal.event(Kind.STOPPING, "info", "stopping: finishing the steps in progress, saving every job")
+        else:
+            self.journal.event(Kind.STOPPING, "info", "asked again: the steps in progress are given up")
+            for lane in self.scheduler.lanes.values():
+                lane.stop_soon(hurry=True)
         self._stop.set()
         self._wake.set()
 
@@ -164,9 +168,7 @@ class Daemon:
         await self.scheduler.preparer.stop()
         lanes = list(self.scheduler.lanes.values())
         for lane in lanes:
-            lane.stopping = True
-            lane.interrupt()
-            lane.wake()
+            lane.stop_soon()
         await asyncio.gather(*(t for t in self._tasks if t.get_name().startswith("lane")), return_exceptions=True)
         await asyncio.gather(*(lane.stop() for lane in lanes))
         await self.nursery.stop()

@@ -13,12 +13,15 @@ from rrd.handle import ASK_SECONDS, Nursery, Worker, WorkerGone
 from rrd.messages import Loaded, Message, Ready, VisitDone
 from rrd.roster import Job
 from rrd.snapshot import DieView, VisitView
+from rrd.text import count
 
 VISITS = 48
 """Visits that a die remembers, for the timeline."""
 
 START_PATIENCE = 120.0
 """Seconds for a worker to come up, torch's import on a cold disk included."""
+FENCE_FIRST, FENCE_MOST = 60.0, 3600.0
+"""Seconds for which a die is fenced at first, and at most, before it is tried again."""
 STOP_PATIENCE = 600.0
 """Seconds for a worker to finish writing what was copied aside."""
 
@@ -42,6 +45,16 @@ class Die:
     visits: deque[VisitView] = field(default_factory=lambda: deque(maxlen=VISITS))
     held_bytes: int | None = None
     """Of its memory, by its worker, when that was last told."""
+    crashes: int = 0
+    """Ends of its worker that nobody had asked for, since the daemon started."""
+    lost: bool = False
+    """Its last worker ended because of the die itself, or holds it and cannot be ended."""
+    probe_at: float | None = None
+    """Monotonic time at which it is tried again, if it is fenced."""
+    probe_delay: float = 0.0
+    """How long it was, or is, fenced; longer each time it happens again before the die has worked for as long."""
+    returned_at: float = 0.0
+    """Monotonic time of its last return from a fence."""
     refusal: str = ""
     """Why the gate did not grant it last time; empty after a grant."""
 
@@ -52,6 +65,12 @@ class Die:
     @property
     def alive(self) -> bool:
         return self.worker is not None and self.worker.alive
+
+    @property
+    def only_writer(self) -> Job | None:
+        """The job whose checkpoint is being written, if it is one: between visits that is all that a worker does."""
+        writing = [job for job in self.jobs.values() if job.saving]
+        return writing[0] if len(writing) == 1 else None
 
     async def bring_up(self, nursery: Nursery, config: Config, hear: Callable[[Message], None]) -> Worker:
         """The die's worker; a new one if there is none. Raises WorkerGone, also for one that ended unnoticed."""
@@ -77,6 +96,34 @@ class Die:
             writes = any(job.saving for job in self.jobs.values())
             await self.worker.stop(patience=STOP_PATIENCE if writes else ASK_SECONDS)
 
+    def fence(self, why: str, now: float) -> None:
+        """Keep jobs away from it, until a probe says that it computes."""
+        self.fenced, self.suspect = why, ""
+        self.put_off_probe(now)
+
+    def put_off_probe(self, now: float) -> None:
+        """Let it be tried later than the last time."""
+        self.probe_delay = min(max(FENCE_FIRST, 2 * self.probe_delay), FENCE_MOST)
+        self.probe_at = now + self.probe_delay
+
+    def unfence(self, now: float) -> None:
+        """Jobs may be here again; on probation, as long as ``works`` has not said otherwise."""
+        self.fenced = self.suspect = ""
+        self.probe_at, self.returned_at = None, now
+
+    def works(self, now: float) -> None:
+        """Steps were made on it."""
+        self.suspect = ""
+        if now - self.returned_at > self.probe_delay:
+            self.probe_delay = 0.0
+
+    @property
+    def kind(self) -> str:
+        """The same for dies on which a job gives the same bits; empty for a card that has not said yet what it is."""
+        if self.spec.device == "cpu":
+            return f"CPU with {count(self.spec.threads, 'thread')}"
+        return f"{self.ready.model} with {count(self.spec.threads, 'thread')}" if self.ready else ""
+
     def settings(self, config: Config) -> dict[str, object]:
         """What a new worker of this die has to know."""
         return {"die": self.name, "device": self.spec.device, "threads": self.spec.threads,
@@ -91,6 +138,7 @@ class Die:
             name=self.name, lane=self.spec.lane, device=self.spec.device, state=state, why=self.fenced or self.refusal,
             jobs=sorted(self.jobs), computing=computing, since=self.since, visits=list(self.visits),
             worker_pid=self.worker.pid if self.worker and self.alive else None, restarts=max(0, self.restarts),
+            crashes=self.crashes,
             refusals=self.refusals, retry_at=retry_at, model=ready.model if ready else "",
             uuid=ready.uuid if ready else "", pci_bus_id=ready.pci_bus_id if ready else "",
             memory_bytes=machine_bytes() if self.spec.device == "cpu" else ready.memory_bytes if ready else None,

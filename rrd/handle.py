@@ -17,7 +17,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rrd.errors import ProtocolError, RrdError, TryLater
-from rrd.messages import REPORTS, Decoder, Failed, Message, Stop, encode
+from rrd.messages import REPORTS, Decoder, Failed, GaveUp, LastWords, Message, OutOfMemory, Stop, encode
+from rrd.stack import MAX_BYTES
 
 PACKET = 1 << 16
 ASK_SECONDS, ABORT_SECONDS, KILL_SECONDS = 10.0, 5.0, 10.0
@@ -30,6 +31,10 @@ EXIT_SECONDS = 2.0
 
 class WorkerGone(RrdError):
     """The worker ended, or was ended, before it answered."""
+
+
+EXCUSES = (Failed, OutOfMemory, GaveUp)
+"""Answers to any question, in place of the one that was asked for."""
 
 
 class CannotStart(TryLater, WorkerGone):
@@ -47,6 +52,8 @@ class Nursery:
         self._ids = itertools.count()
         self._born: dict[int, asyncio.Future[tuple[int, asyncio.Future[int]]]] = {}
         self._ended: dict[int, asyncio.Future[int]] = {}
+        self._stacks: dict[int, int] = {}
+        """By pid: the memory file into which a worker that crashes writes where it stood."""
         self._reader: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -83,7 +90,7 @@ class Nursery:
         number = next(self._ids)
         born = self._born[number] = asyncio.get_running_loop().create_future()
         try:
-            ours = self._request({**settings, "id": number})
+            ours, stack = self._request({**settings, "id": number})
         except OSError as e:
             del self._born[number]
             raise CannotStart(f"no worker can be started: {(e.strerror or str(e)).lower()}") from e
@@ -93,22 +100,35 @@ class Nursery:
                 raise CannotStart("the process that forks workers has ended or does not answer")
         except BaseException:
             ours.close()  # the worker, if there ever is one, ends by it
+            os.close(stack)
             raise
         pid, ended = born.result()
+        self._stacks[pid] = stack
         return pid, ours, ended
 
-    def _request(self, request: dict[str, object]) -> socket.socket:
-        """Ask for a worker. Returns our end of the socket whose other end it gets."""
+    def _request(self, request: dict[str, object]) -> tuple[socket.socket, int]:
+        """Ask for a worker. Returns our end of the socket whose other end it gets, and the file for its stack."""
         assert self._control is not None
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        with theirs:
-            try:
-                socket.send_fds(self._control, [json.dumps(request).encode()], [theirs.fileno()])
-            except OSError:
-                ours.close()
-                raise
-        return ours
+        with contextlib.ExitStack() as undo:
+            stack = os.memfd_create("rrd-stack")
+            undo.callback(os.close, stack)
+            ours, theirs = socket.socketpair()
+            undo.callback(ours.close)
+            ours.setblocking(False)
+            with theirs:
+                socket.send_fds(self._control, [json.dumps(request).encode()], [theirs.fileno(), stack])
+            undo.pop_all()
+        return ours, stack
+
+    def take_stack(self, pid: int) -> str:
+        """Where the worker ``pid``, which has ended, stood when it crashed or was aborted; empty for other ends."""
+        fd = self._stacks.pop(pid, None)
+        if fd is None:
+            return ""
+        try:
+            return os.pread(fd, MAX_BYTES, 0).decode(errors="replace")
+        finally:
+            os.close(fd)
 
     async def _read(self, control: socket.socket) -> None:
         try:
@@ -164,13 +184,19 @@ class Worker:
         self.pid: int | None = None
         self.end = ""
         """How it ended, as a sentence's half; empty while it lives."""
+        self.stack = ""
+        """Where it stood when it crashed or was aborted, if that is known."""
+        self.die_failed = False
+        """It ended because of its die, which is of no use; or it holds its die and cannot be ended."""
         self._socket: socket.socket | None = None
         self._exit: asyncio.Future[int] | None = None
         self._reader: asyncio.Task[None] | None = None
         self._news = asyncio.Event()
         self._answer: Message | None = None
         self._awaited: tuple[type[Message], ...] = ()
-        self._ended_by = ""
+        self._ended_by = self._last_words = ""
+        self._sending = asyncio.Lock()
+        self._telling: set[asyncio.Task[None]] = set()
 
     @property
     def alive(self) -> bool:
@@ -181,13 +207,13 @@ class Worker:
         self._reader = asyncio.create_task(self._read(self._socket))
 
     async def ask(self, order: Message | None, *answers: type[Message], patience: Callable[[], float]) -> Message:
-        """Send ``order`` and wait for one of ``answers`` or Failed. Any report is a sign of life: only a silence of
-        ``patience()`` seconds is a hang, and ends the worker by the ladder.
+        """Send ``order`` and wait for one of ``answers`` or ``EXCUSES``. Any report is a sign of life: only a silence
+        of ``patience()`` seconds is a hang, and ends the worker by the ladder.
 
         Raises WorkerGone.
         """
         assert not self._awaited, "one question at a time"
-        self._awaited, self._answer = (*answers, Failed), None
+        self._awaited, self._answer = (*answers, *EXCUSES), None
         try:
             if order is not None:
                 await asyncio.wait_for(self.send(order), patience())
@@ -211,16 +237,25 @@ class Worker:
         if not self.alive or self._socket is None:
             raise self._gone()
         try:
-            await asyncio.get_running_loop().sock_sendall(self._socket, encode(order))
+            async with self._sending:  # or two orders could be mixed up on their way
+                await asyncio.get_running_loop().sock_sendall(self._socket, encode(order))
         except OSError:
             await self._wait_end(EXIT_SECONDS)  # the reader will know how it ended
             raise WorkerGone(self.end or "the worker closed its socket") from None
 
     def tell(self, order: Message) -> None:
-        """Send a small order that has no answer, without waiting; lost if the worker is gone or its socket full."""
-        if self.alive and self._socket is not None:
-            with contextlib.suppress(OSError):
-                self._socket.send(encode(order))
+        """Send an order that has no answer, without waiting until it is taken; lost if the worker is gone."""
+        if self.alive:
+            self._telling.add(task := asyncio.ensure_future(self._tell(order)))
+            task.add_done_callback(self._telling.discard)
+
+    async def _tell(self, order: Message) -> None:
+        with contextlib.suppress(WorkerGone):
+            await self.send(order)
+
+    def nudge(self) -> None:
+        """Have ``ask`` look at its patience again, which has changed."""
+        self._news.set()
 
     async def _read(self, sock: socket.socket) -> None:
         loop, decoder = asyncio.get_running_loop(), Decoder(REPORTS)
@@ -235,10 +270,15 @@ class Worker:
             pass  # reset is an end like any other
         finally:
             self.end = await self._how_it_ended()
+            self.stack = self.nursery.take_stack(self.pid or 0)
             self._news.set()
+            for task in self._telling:
+                task.cancel()
             sock.close()
 
     def _hear(self, report: Message) -> None:
+        if isinstance(report, LastWords):
+            self._last_words, self.die_failed = report.message, report.die_failed
         if isinstance(report, self._awaited) and self._answer is None:
             self._answer = report
         self.on_report(report)
@@ -257,7 +297,7 @@ class Worker:
             return "the worker closed its socket"
         if status < 0:
             return f"the worker was killed by {_signal_name(-status)}"
-        return f"the worker exited with status {status}"
+        return f"the worker exited with status {status}" + (f": {self._last_words}" if self._last_words else "")
 
     def _signal(self, number: signal.Signals) -> None:
         ended = self._exit is not None and self._exit.done() and not self._exit.cancelled()
@@ -288,9 +328,8 @@ class Worker:
             self._signal(signal.SIGCONT)  # one that was stopped is told nothing but this, and SIGKILL
             if await self._wait_end(seconds):
                 return
-        self.end = f"the worker {reason} and cannot be killed"
+        self.end, self.die_failed = f"the worker {reason} and cannot be killed", True
         self._news.set()
-
 
 
 def _signal_name(number: int) -> str:

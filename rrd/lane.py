@@ -18,12 +18,13 @@ from rrd.die import Die
 from rrd.errands import COMMIT_SECONDS, Errands
 from rrd.errors import TryLater
 from rrd.gate import Gate
-from rrd.handle import Nursery, Worker, WorkerGone
+from rrd.handle import ASK_SECONDS, Nursery, Worker, WorkerGone
 from rrd.host import Host
 from rrd.messages import CommitFailed, Committed, Message
 from rrd.roster import Job, Leave
 from rrd.rotation import Rotation, Turn
 from rrd.snapshot import DieView, LaneView, VisitView
+from rrd.visit import Visit
 
 RETRY_SECONDS = 15.0
 """How often a job that waits for its disk tries to save again."""
@@ -42,7 +43,7 @@ class Lane:
         self.dies = {d.name: Die(d) for d in spec.dies}
         self.rotation = Rotation([d.name for d in spec.dies])
         self.jobs: dict[str, Job] = {}
-        self.stopping = False
+        self.stopping = self.hurried = False
         self.computing: tuple[Job, Die] | None = None
         self.busy_seconds = 0.0
         self.seconds = 0.0
@@ -67,9 +68,19 @@ class Lane:
         self.interrupt()
 
     def interrupt(self) -> None:
-        """End the visit in progress after its step."""
+        """End the visit in progress after its step; a load or an export at once, if its job leaves or the end comes."""
         if self.computing and (worker := self.computing[1].worker):
-            worker.tell(messages.Yield())
+            now = self.stopping or self.computing[0].leave is not None
+            worker.tell(messages.Yield(urgency=2 if self.hurried else int(now)))
+
+    def stop_soon(self, *, hurry: bool = False) -> None:
+        """Have ``run`` return; with ``hurry`` without the step in progress, and with little patience."""
+        self.stopping, self.hurried = True, hurry or self.hurried
+        self.interrupt()
+        self.wake()
+        for die in self.dies.values() if hurry else ():
+            if die.worker:
+                die.worker.nudge()
 
     def wake(self) -> None:
         self._wake.set()
@@ -94,7 +105,9 @@ class Lane:
             self._wake.clear()
             start = self.monotonic()
             if die := next((d for d in self.dies.values() if d.worker and not d.alive), None):
-                self._crashed(None, die, die.worker.end if die.worker else "")
+                self._crashed(die.only_writer, die, die.worker.end if die.worker else "")
+            elif die := next((d for d in self.dies.values() if d.probe_at is not None and d.probe_at <= start), None):
+                await self._probe(die)
             elif job := next((j for j in map(self.jobs.get, self._errands) if j and self._due(j) <= start), None):
                 await self._errand(job)
             elif turn := self.rotation.next(start):
@@ -114,9 +127,26 @@ class Lane:
             except WorkerGone as e:
                 self._crashed(None, die, e.message)
 
+    async def _probe(self, die: Die) -> None:
+        """Whether a fenced die computes again."""
+        die.put_off_probe(self.monotonic())
+        try:
+            async with self._granted(die):
+                worker = await self._worker(die)
+                answer = await worker.ask(messages.Probe(), messages.Probed, patience=lambda: ASK_SECONDS)
+                if isinstance(answer, messages.Probed):
+                    self.host.returned(die)
+                    return
+                await worker.stop()
+                raise WorkerGone(getattr(answer, "message", "it gave no answer"))
+        except (TryLater, WorkerGone) as e:
+            die.worker = None
+            self.host.still_fenced(die, e.message)
+
     async def _sleep(self, now: float) -> None:
         errands = (self._due(self.jobs[j]) for j in self._errands)
-        times = [t for t in (self.rotation.wake_at(), *errands) if t is not None]
+        probes = (d.probe_at for d in self.dies.values())
+        times = [t for t in (self.rotation.wake_at(), *errands, *probes) if t is not None]
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._wake.wait(), max(0.0, min(times) - now) if times else None)
 
@@ -163,17 +193,9 @@ class Lane:
         self.computing = job, die
         die.since, before = self.wall(), job.steps_run
         try:
-            worker = await self._worker(die)
-            if not job.resident:
-                await self._load(job, die, worker)
-            elif job.disk_strikes > 1:
-                self._hold_for_disk(job)
-            elif job.trained:
-                await self._finish(job, die, worker)
-            else:
-                await self._steps(job, die, worker, turn)
+            await Visit(self, job, die, await self._worker(die)).take(turn)
             if job.steps_run > before:  # a load alone says little: dies that load well may still die in a step
-                die.suspect = ""
+                die.works(self.monotonic())
                 self.rotation.granted(die.name)
         finally:
             die.visits.append(VisitView(job=job.id, start=die.since, end=self.wall(), steps=job.steps_run - before,
@@ -183,84 +205,6 @@ class Lane:
     async def _worker(self, die: Die) -> Worker:
         return await die.bring_up(self.nursery, self.config, lambda report: self._hear(die, report))
 
-    async def _load(self, job: Job, die: Die, worker: Worker) -> None:
-        order = messages.Load(job=job.id, spec=job.spec, expect_step=job.record.announced_step)
-        answer = await self._ask(job, die, worker, order, messages.Loaded)
-        if isinstance(answer, messages.Loaded):
-            self.host.loaded(job, die, answer)
-
-    async def _steps(self, job: Job, die: Die, worker: Worker, turn: Turn) -> None:
-        """A visit's steps, a checkpoint where one is due, an export where one is due; and the end of the job."""
-        assert job.total is not None
-        n, seconds = job.visit()
-        answer = await self._ask(job, die, worker, job.order(n, seconds, round=turn.round), messages.VisitDone)
-        if not isinstance(answer, messages.VisitDone):
-            return
-        die.suspect = ""  # it can still train
-        self.busy_seconds += answer.seconds
-        self.host.visited(job, die, turn, answer)
-        if self.stopping:
-            return
-        if job.trained:
-            await self._finish(job, die, worker)
-            return
-        if job.checkpoint_due(self.monotonic()):
-            await self._copy_aside(job, die, worker)
-        if job.export_due and job.resident:
-            await self._export(job, die, worker)
-
-    async def _copy_aside(self, job: Job, die: Die, worker: Worker) -> bool:
-        """Have a checkpoint of the state as it is copied aside; it is written while others have their turns."""
-        return await self._ask(job, die, worker, job.order(0, checkpoint=True), messages.VisitDone) is not None
-
-    async def _export(self, job: Job, die: Die, worker: Worker) -> messages.Exported | None:
-        answer = await self._ask(job, die, worker, messages.Export(job=job.id, output=job.output), messages.Exported)
-        if not isinstance(answer, messages.Exported):
-            return None
-        job.exported_step = job.step
-        self.host.exported(job, answer)
-        return answer
-
-    async def _finish(self, job: Job, die: Die, worker: Worker) -> None:
-        """The end of a trained job: its last checkpoint, its adapter, and off the die."""
-        self.host.finishing(job)
-        if not await self._saved(job, die, worker) or not await self._export(job, die, worker):
-            return
-        if await self._evict(job, die, worker) and not job.leave:
-            self.drop(job)
-            self.host.finished(job)
-
-    async def _saved(self, job: Job, die: Die, worker: Worker) -> bool:
-        """Whether a checkpoint of the state as it is, is durable. If not, it is made one; the job rests meanwhile, and
-        the end of the write is an errand: the die and the lane are free for others."""
-        if job.step != job.saved_step and not job.saving and not await self._copy_aside(job, die, worker):
-            return False
-        if job.saving:
-            self._await_commit(job)
-            return False
-        if job.step != job.saved_step:
-            self._hold_for_disk(job)
-        return job.step == job.saved_step
-
-    def _await_commit(self, job: Job) -> None:
-        self._errands.await_commit(job.id, self.monotonic())
-        self.rotation.hold(job.id)
-
-    async def _evict(self, job: Job, die: Die, worker: Worker) -> bool:
-        if await self._ask(job, die, worker, messages.Evict(job=job.id), messages.Evicted) is None:
-            return False
-        job.off_die()
-        return True
-
-    async def _ask(self, job: Job, die: Die, worker: Worker, order: Message, *answers: type[Message]) -> Message | None:
-        """The answer, or None when the worker says that it failed; the host then knows."""
-        answer = await worker.ask(order, *answers, patience=lambda: job.patience(self.config.hang_seconds))
-        if isinstance(answer, messages.Failed):
-            job.off_die()
-            self.host.failed(job, die, answer)
-            return None
-        return answer
-
     def _hear(self, die: Die, report: Message) -> None:
         job = self.jobs.get(getattr(report, "job", ""))
         if job is not None:
@@ -268,7 +212,7 @@ class Lane:
         self.host.heard(job, die, report)
         if job and isinstance(report, (Committed, CommitFailed)) and self._errands.commit_over(job.id):
             if isinstance(report, CommitFailed) and report.step == job.step and job.needs_save:
-                self._hold_for_disk(job)
+                self.hold_for_disk(job)
             else:
                 self._errands.want(job.id, self.monotonic())
             self.wake()
@@ -309,19 +253,24 @@ class Lane:
             if self._errands.overdue(job.id, self.monotonic()) and die.worker:
                 await die.worker.end_now(f"did not write a checkpoint within {COMMIT_SECONDS:.0f} s")
                 raise WorkerGone(die.worker.end)
-            self._await_commit(job)  # whatever is wanted: a worker forgets nobody whom it is writing
+            self.await_commit(job)  # whatever is wanted: a worker forgets nobody whom it is writing
             return False
         if job.leave is None and not job.needs_save:
             return True
         async with self._granted(die):
-            worker = await self._worker(die)
-            if job.needs_save and not await self._saved(job, die, worker) and job.resident:
+            visit = Visit(self, job, die, await self._worker(die))
+            if job.needs_save and not await visit.saved() and job.resident:
                 return False
             if job.leave and job.resident:
-                await self._evict(job, die, worker)
+                await visit.evict()
         return True
 
-    def _hold_for_disk(self, job: Job) -> None:
+    def await_commit(self, job: Job) -> None:
+        """The job rests until its checkpoint is written; others have their turns."""
+        self._errands.await_commit(job.id, self.monotonic())
+        self.rotation.hold(job.id)
+
+    def hold_for_disk(self, job: Job) -> None:
         """Training went on for a cadence more than the disk could take: rest, resident, until it takes it."""
         if not job.resident:
             return  # it was not the disk
@@ -335,6 +284,9 @@ class Lane:
 
     def _crashed(self, job: Job | None, die: Die, reason: str) -> None:
         """The worker is gone: all who lived there load again, from their newest checkpoints."""
+        if die.worker and die.worker.stack:
+            self.host.stood(job, die, die.worker.stack)
+        die.lost, die.crashes = bool(die.worker and die.worker.die_failed), die.crashes + 1
         die.worker = None
         for each in die.jobs.values():
             each.off_die()
@@ -380,7 +332,7 @@ class Lane:
     async def _copy_all_aside(self, die: Die) -> None:
         for job in list(die.jobs.values()):
             if job.resident and job.step != job.saved_step:
-                await self._copy_aside(job, die, await self._worker(die))
+                await Visit(self, job, die, await self._worker(die)).copy_aside()
 
     # --- what it looks like ---
 

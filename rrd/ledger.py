@@ -19,6 +19,7 @@ from rrd import durable
 from rrd.durable import DISK, Disk
 from rrd.errors import Damaged
 from rrd.job import JOB_FILE, JOB_ID
+from rrd.savings import Rung
 from rrd.states import JobState
 from rrd.text import one_line
 
@@ -51,6 +52,10 @@ class Record(BaseModel):
     outcome: JobState | None = None
     """Of a removed job: how it had ended before, if it had."""
     samples: int | None = None
+    rungs: tuple[Rung, ...] = ()
+    """What it does to need less memory, and since which step; for good."""
+    kind: str = ""
+    """What kind of die it was last loaded on: only there do its checkpoints go on bit for bit."""
     finished_at: float | None = None
     told_at: float | None = None
     """The ``finished_at`` that ``on_done`` or ``on_failed`` was last told of: another one is still to be told."""

@@ -3,6 +3,8 @@
 The invariant
 =============
 - A job is placed only where its wish allows, on a die that has a free slot, is not fenced, and has the memory it needs.
+- A job that has been trained on one kind of die is placed on that kind only, as long as the box has any, sound or not:
+  elsewhere it would not be the same job. It waits sooner than that.
 - Jobs are taken in the order given, which is that of their files' times. A job that cannot be placed now waits, with
   one sentence why; it holds up nobody who wishes for another die.
 - A job that waits **only for memory** keeps one die, the one that lacks least, from those behind it: else a stream of
@@ -30,6 +32,7 @@ class Candidate:
     bytes_needed: int = 0
     base_key: str = ""
     base_bytes: int = 0  # of bytes_needed, what a die that holds the base already need not hold again
+    kind: str = ""  # the kind of die that it is bound to
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,7 @@ class DieFacts:
     bytes_total: int | None = None  # what jobs may use of it when it is empty
     base_keys: frozenset[str] = field(default_factory=frozenset)
     fenced: bool = False
+    kind: str = ""  # dies of one kind give the same bits; empty: not known (yet)
 
     def answers_to(self, wish: str | int) -> bool:
         """Whether ``wish`` means this die."""
@@ -75,7 +79,9 @@ def place(waiting: Sequence[Candidate], dies: Sequence[DieFacts]) -> tuple[list[
     kept: dict[int, str] = {}  # dies kept for the memory of a job further ahead
     ahead: Counter[tuple[int, ...]] = Counter()  # jobs that wait, by the dies that would do for them
     for job in waiting:
-        wished = [die for die in facts.values() if die.answers_to(job.die_wish)]
+        bound = job.kind if any(die.kind == job.kind for die in dies) else ""
+        answering = [die for die in facts.values() if die.answers_to(job.die_wish)]
+        wished = [die for die in answering if bound in ("", die.kind)]
         choice = _best(job, [die for die in wished if die.index not in kept], lanes)
         if choice is not None:
             placed.append(Placed(job.job, choice.index))
@@ -83,7 +89,8 @@ def place(waiting: Sequence[Candidate], dies: Sequence[DieFacts]) -> tuple[list[
             facts[choice.index] = _with(choice, job)
             continue
         key = tuple(die.index for die in wished)
-        waits[job.job] = _why(job, wished, dies, kept, ahead[key])
+        waits[job.job] = _of_another_kind(job, answering, dies) if answering and not wished else _why(
+            job, wished, dies, kept, ahead[key])
         ahead[key] += 1
         hopeful = [die for die in wished if _has_slot(die) and die.index not in kept and _could_fit(job, die)]
         if hopeful:
@@ -147,6 +154,11 @@ def _why(job: Candidate, wished: list[DieFacts], dies: Sequence[DieFacts], kept:
         return f"the room on {_name(room, dies)} is kept for {one_line(kept[room[0].index])}, which came first{line}"
     best = min(free, key=lambda die: _missing(job, die))
     return f"it needs {_gib(_cost(job, best))}, and die {best.name} has {_gib(best.bytes_free or 0)} free now{line}"
+
+
+def _of_another_kind(job: Candidate, dies: list[DieFacts], all_dies: Sequence[DieFacts]) -> str:
+    return (f"it began on another kind of die ({one_line(job.kind, 60)}) than {_name(dies, all_dies)}, and would not "
+            'go on exactly there; `resume = "compatible"` lets it')
 
 
 def _no_such_die(wish: str | int, dies: Sequence[DieFacts]) -> str:

@@ -15,6 +15,8 @@ from typing import NamedTuple
 from rrd.job import JobSpec
 from rrd.ledger import Record
 from rrd.messages import CommitFailed, Committed, Evaluated, Loaded, Message, Prepared, Progress, Run, Step, VisitDone
+from rrd.room import Wish
+from rrd.savings import sentence
 from rrd.snapshot import JobView
 from rrd.states import JobState
 from rrd.text import duration
@@ -60,6 +62,8 @@ class Job:
     needs_bytes: int = 0
     base_bytes: int = 0
     """Of a die's memory, by estimate: all that it needs, and what of it is shared with jobs on the same base."""
+    saved_bytes: int = 0
+    """Of one checkpoint, by estimate."""
     leave: Leave | None = None
     held: bool = False
     """Resident, and without turns until its disk takes a checkpoint."""
@@ -96,6 +100,17 @@ class Job:
     commits: int = 0
     failures: int = 0
     fallbacks: int = 0
+    skipped: int = 0
+    """Steps of the job left out because their loss or gradient was no number."""
+    skipping: int = 0
+    """How many of them in a row, just now."""
+    evaluated: int | None = None
+    """The step of its newest held-out loss; None: it takes none, or has not said."""
+    recomputes: bool = False
+    most_parts: int = 1
+    """What its worker says it could do to need less memory."""
+    released_at: int | None = None
+    """The step at which it last ran out of memory and was to try again with nothing but the caches let go."""
     durations: deque[float] = field(default_factory=lambda: deque(maxlen=33))
     visits: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=33))
     """(wall time, steps run) at the end of the newest visits."""
@@ -131,6 +146,17 @@ class Job:
     def trained(self) -> bool:
         return self.total is not None and self.step >= self.total
 
+    @property
+    def owes_evaluation(self) -> bool:
+        """Trained, but the last held-out loss is still to be taken."""
+        return self.trained and self.evaluated not in (None, self.step)
+
+    @property
+    def kind(self) -> str:
+        """The kind of die on which alone it may go on; empty where any will do."""
+        r = self.record
+        return r.kind if r.announced_step and self.spec.resume == "exact" else ""
+
     # --- questions the lane asks ---
 
     def visit(self) -> tuple[int, float | None]:
@@ -149,7 +175,7 @@ class Job:
         """What its worker is told for a visit."""
         s = self.spec
         return Run(job=self.id, steps=steps, seconds=seconds, total=self.total or 0, round=round, checkpoint=checkpoint,
-                   keep=s.keep, eval_every=s.eval_every, on_nan=s.on_nan)
+                   keep=s.keep, eval_every=s.eval_every, on_nan=s.on_nan, rungs=self.record.rungs)
 
     def checkpoint_due(self, now: float) -> bool:
         """Whether it should be copied aside before its visit ends; not while the copy before is being written."""
@@ -158,6 +184,11 @@ class Job:
         if every := self.spec.checkpoint_steps:
             return self.step // every > self.tried_step // every
         return now - self.saved_at >= (self.spec.checkpoint_seconds or math.inf)
+
+    @property
+    def wish(self) -> Wish:
+        """What it asks of the disk."""
+        return Wish(self.id, self.saved_bytes, self.spec.keep)
 
     @property
     def needs_save(self) -> bool:
@@ -188,7 +219,7 @@ class Job:
             case Evaluated():
                 self.eval_loss = report.loss
             case VisitDone():
-                self.saving = self.saving or report.copied
+                self.saving, self.evaluated = self.saving or report.copied, report.evaluated
                 if report.steps:
                     self.visits.append((wall, self.steps_run))
             case Committed():
@@ -204,6 +235,7 @@ class Job:
             case Prepared():
                 self.record.samples, self.progress = report.samples, None
                 self.needs_bytes, self.base_bytes = report.needs_bytes, report.base_bytes
+                self.saved_bytes = report.saved_bytes
             case Loaded():
                 self._hear_loaded(report, wall, now)
             case _:
@@ -214,6 +246,8 @@ class Job:
         self.tokens += report.tokens
         self.steps_run += 1
         self.tokens_run += report.tokens
+        self.skipping = self.skipping + 1 if report.skipped > self.skipped else 0
+        self.skipped = report.skipped
         self.durations.append(report.seconds)
         if report.loss is not None and math.isfinite(report.loss):
             self.loss = report.loss
@@ -235,6 +269,8 @@ class Job:
         self.step, self.tokens, self.record.samples = report.step, report.tokens, report.samples
         self.saved_step = self.tried_step = self.exported_step = report.step
         self.saved_at = now
+        self.skipped, self.evaluated = report.skipped, report.evaluated
+        self.recomputes, self.most_parts = report.recomputes, report.most_parts
         self.disk_strikes, self.disk_trouble = 0, ""  # nothing is unsaved
         self.fallbacks += len(report.fallbacks)
         self.visits.clear()
@@ -249,6 +285,7 @@ class Job:
         """Nothing has been trained, and nothing was."""
         r = self.record
         r.announced_step = r.best_step = self.step = self.tokens = self.saved_step = 0
+        r.rungs, r.kind, self.skipped, self.released_at = (), "", 0, None
         r.announced_at = r.samples = self.loss = self.eval_loss = self.lr = None
         self.losses.clear()
 
@@ -293,7 +330,8 @@ class Job:
             checkpoint_every_seconds=s.checkpoint_seconds, checkpoint_every_steps=s.checkpoint_steps,
             checkpoint_bytes=self.checkpoint_bytes,
             checkpoint_commits=self.commits, checkpoint_failures=self.failures, checkpoint_fallbacks=self.fallbacks,
-            crashes=r.crashes, prepared=self.progress[1] if self.progress and r.state is JobState.PREPARING else None)
+            crashes=r.crashes, skipped=self.skipped, savings=sentence(r.rungs),
+            prepared=self.progress[1] if self.progress and r.state is JobState.PREPARING else None)
 
     def _why(self) -> tuple[str, str]:
         if self.progress and self.state in (JobState.PREPARING, JobState.LOADING):

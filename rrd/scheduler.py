@@ -13,6 +13,7 @@ from collections.abc import Callable
 from rrd.config import Config
 from rrd.die import Die
 from rrd.errors import RrdError
+from rrd.faults import DISK_RETRY, Faults
 from rrd.handle import Nursery
 from rrd.job import JobSpec, output_of
 from rrd.journal import Journal, Kind
@@ -26,6 +27,7 @@ from rrd.messages import (
     Failed,
     Loaded,
     Message,
+    OutOfMemory,
     Prepared,
     Ready,
     Step,
@@ -34,13 +36,11 @@ from rrd.messages import (
 from rrd.metrics import Meters
 from rrd.placement import Candidate, DieFacts, place
 from rrd.preparer import Preparer
-from rrd.roster import CRASHES, Job, Leave
+from rrd.roster import Job, Leave
 from rrd.rotation import Turn
 from rrd.states import ENDED, JobState, may_follow
 from rrd.text import count, duration
 
-DISK_RETRY = 30.0
-"""Seconds until a job that could not be prepared or loaded for want of disk is tried again."""
 LIVE_SECONDS = 2.0
 """A job's live lines are at least so far apart, the last one excepted: short visits would flood a terminal."""
 PREPARED_AHEAD = 2
@@ -58,8 +58,10 @@ class Scheduler:
         self.jobs: dict[str, Job] = {}
         self.lanes: dict[str, Lane] = {}
         self.preparer = Preparer(config, nursery, limit=max(2, len(config.lanes)), monotonic=monotonic, wall=wall)
+        self.preparer.others = lambda: [job for job in self.jobs.values() if job.die]
         self.gone: Callable[[Job], None] = lambda job: None
         """Called with a job whose file is gone, once it is off its die and out of the books."""
+        self.faults = Faults(self)
         self.changed: Callable[[], None] = lambda: None
         """Called when something happened after which ``advance`` may have work."""
 
@@ -131,7 +133,7 @@ class Scheduler:
         return soon
 
     def _place(self, ready: list[Job]) -> None:
-        wishes = [Candidate(j.id, j.spec.die, j.needs_bytes, j.base_key, j.base_bytes) for j in ready]
+        wishes = [Candidate(j.id, j.spec.die, j.needs_bytes, j.base_key, j.base_bytes, j.kind) for j in ready]
         placed, waits = place(wishes, [self._facts(i, lane, die) for i, (lane, die) in self._numbered().items()])
         for job_id, index in placed:
             lane, die = self._numbered()[index]
@@ -151,7 +153,7 @@ class Scheduler:
             index=index, lane=lane.name, name=die.name, uuid=die.ready.uuid if die.ready else "",
             pci=die.ready.pci_bus_id if die.ready else "", jobs=len(die.jobs), slots=self.config.jobs_per_die,
             bytes_free=None if total is None else total - used, bytes_total=total, base_keys=frozenset(bases),
-            fenced=bool(die.fenced))
+            fenced=bool(die.fenced), kind=die.kind)
 
     def _numbered(self) -> dict[int, tuple[Lane, Die]]:
         return {die.spec.index: (lane, die) for lane in self.lanes.values() for die in lane.dies.values()}
@@ -166,7 +168,7 @@ class Scheduler:
 
     def _prepared(self, job: Job, outcome: Prepared | Failed) -> None:
         if isinstance(outcome, Failed):
-            self._failed(job, outcome)
+            self.faults.failed(job, outcome)
         else:
             job.prepared = True
             for note in outcome.notes:
@@ -207,9 +209,9 @@ class Scheduler:
         self.keeper.save(job)
 
     def say(self, kind: Kind, message: str, job: Job | None = None, *, level: str = "info", hint: str = "",
-            die: Die | None = None) -> None:
+            die: Die | None = None, **fields: str) -> None:
         self.journal.event(kind, level, message, hint=hint, job=job.id if job else None,
-                           die=die.name if die else job.die if job else None, step=job.step if job else None)
+                           die=die.name if die else job.die if job else None, step=job.step if job else None, **fields)
 
     # --- what the lanes tell (Host) ---
 
@@ -217,6 +219,10 @@ class Scheduler:
         die.hear(report)
         if isinstance(report, Step):
             self.meters.step(die.name, report.seconds)
+            if job is not None and job.skipping == 1:
+                what = f"the loss is {report.loss}, the gradient's norm {report.grad_norm}"
+                self.say(Kind.STEP_SKIPPED, f"step {report.step} was left out: {what}; "
+                         f"{count(report.skipped, 'such step')} so far", job, level="warning")
         elif isinstance(report, Ready):
             self.changed()  # a job may have waited for just this die
         elif job is None:
@@ -244,6 +250,7 @@ class Scheduler:
         for note in report.notes:
             self.say(Kind.JOB_NOTE, note, job, level="warning")
         where = f"resumed from step {report.resumed}" if report.resumed is not None else "starting at step 0"
+        job.record.kind = die.kind
         self.say(Kind.LOADED, f"loaded in {duration(report.seconds)}, {where}", job)
         if job.leave is None:
             self.set(job, JobState.RUNNING)
@@ -270,31 +277,24 @@ class Scheduler:
         self.say(Kind.GATE_REFUSED, f"{reason}; trying again in {duration(retry_in)}", level="warning", die=die)
 
     def failed(self, job: Job, die: Die, report: Failed) -> None:
-        self._failed(job, report)
+        self.faults.failed(job, report)
         self.changed()
 
-    def _failed(self, job: Job, report: Failed) -> None:
-        """What was asked of its worker could not be done, and the worker holds it no longer: whose fault is it?"""
-        if report.blame == "worker":
-            self._blame(job, report.message)
-            if job.state not in ENDED and job.leave is None:
-                self.set(job, JobState.LOADING if job.die else JobState.WAITING, report.message, report.hint)
-        elif report.blame == "disk":
-            self._off(job, Leave(JobState.WAITING, report.message, report.hint), Kind.DISK)
-            job.not_before = max(job.not_before, self.monotonic() + DISK_RETRY)
-        else:
-            self._off(job, Leave(JobState.FAILED, report.message, report.hint), Kind.FAILED)
+    def out_of_memory(self, job: Job, die: Die, report: OutOfMemory) -> None:
+        self.faults.out_of_memory(job, die, report)
+        self.changed()
 
-    def _off(self, job: Job, leave: Leave, kind: Kind) -> None:
-        """A fault ends the job, or sends it back to wait; unless the user has asked for something else meanwhile."""
-        self.say(kind, leave.why, job, level="error", hint=leave.hint)
-        if job.leave and (job.restart or job.leave.state in ENDED):
-            leave = job.leave
-        if job.lane:
-            self.lanes[job.lane].drop(job)
-        if leave.state is JobState.FAILED:
-            job.record.failed_facts = job.facts
-        self.left(job, leave)
+    def stood(self, job: Job | None, die: Die, stack: str) -> None:
+        self.faults.stood(job, die, stack)
+
+    def crashed(self, job: Job | None, die: Die, reason: str) -> None:
+        self.faults.crashed(job, die, reason)
+
+    def returned(self, die: Die) -> None:
+        self.faults.returned(die)
+
+    def still_fenced(self, die: Die, why: str) -> None:
+        self.faults.still_fenced(die, why)
 
     def _keep_facts(self, job: Job, facts: str) -> None:
         """What its files look like before it is tried: a change while it is, is a reason to try again."""
@@ -302,36 +302,6 @@ class Scheduler:
         if job.state is JobState.FAILED:
             job.record.failed_facts = facts
             self.keeper.save(job)
-
-    def _blame(self, job: Job, reason: str) -> None:
-        """A worker died on this job's visit; after ``CRASHES`` without a new step the job has failed."""
-        job.record.crashes += 1
-        if job.record.crashes >= CRASHES:
-            self._off(job, Leave(JobState.FAILED, f"{reason}, {CRASHES} times in a row without a new step",
-                                 f"`rrd logs {job.id}` has its last words; `rrd restart {job.id}` tries again"),
-                      Kind.FAILED)
-
-    def crashed(self, job: Job | None, die: Die, reason: str) -> None:
-        step = f" at step {job.step}" if job else ""
-        self.say(Kind.WORKER_DIED, f"{reason}{step}; resuming from the newest checkpoint", job, level="error", die=die)
-        if job is not None:
-            self._blame(job, reason)
-            if die.suspect and die.suspect != job.id:
-                self._fence(die, f"its worker died on {die.suspect} and then on {job.id}")
-            die.suspect = job.id
-        for each in list(die.jobs.values()):
-            if die.fenced:
-                leave = each.leave or Leave(JobState.WAITING)
-                self.lanes[die.spec.lane].drop(each)
-                self.left(each, leave)
-            elif each.leave is None:
-                self.set(each, JobState.LOADING)
-        self.changed()
-
-    def _fence(self, die: Die, why: str) -> None:
-        die.fenced = why
-        self.say(Kind.DIE_FENCED, f"fenced: {why}", level="error", die=die,
-                 hint=f"`rrd dies --unfence {die.name}` puts it back to use")
 
     def disk_full(self, job: Job) -> None:
         self.set(job, JobState.PAUSED, f"no checkpoint can be saved: {job.disk_trouble}",

@@ -53,6 +53,10 @@ class JobView(BaseModel):
     checkpoint_fallbacks: int = 0
     crashes: int = 0
     """Worker deaths on this job's visits since its last new step."""
+    skipped: int = 0
+    """Steps left out because their loss or gradient was no number."""
+    savings: str = ""
+    """What it does to need less memory, since its die ran out of it; one sentence."""
     prepared: float | None = None
     """Share of the preparation done, 0 to 1, while preparing."""
 
@@ -82,6 +86,8 @@ class DieView(BaseModel):
     """The newest visits, oldest first, at most 48."""
     worker_pid: int | None = None
     restarts: int = 0
+    crashes: int = 0
+    """Ends of its worker that nobody had asked for."""
     refusals: int = 0
     retry_at: float | None = None
     model: str = ""

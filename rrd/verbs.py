@@ -63,7 +63,8 @@ class Verbs:
     def unfence(self, die_name: str) -> str:
         for lane in self.scheduler.lanes.values():
             if die := lane.dies.get(die_name):
-                die.fenced = die.suspect = ""
+                die.unfence(self.scheduler.monotonic())
+                die.probe_delay = 0.0
                 self.scheduler.changed()
                 return f"die {die_name} is in use again"
         raise RrdError(f"there is no die {die_name}", hint="`rrd dies` lists them")

@@ -13,7 +13,7 @@ def main() -> None:
     if mood == "dead":
         sys.exit(1)
     while True:
-        packet, fds, _, _ = socket.recv_fds(control, 1 << 16, 1)
+        packet, fds, _, _ = socket.recv_fds(control, 1 << 16, 2)
         if not packet:
             sys.exit(0)
         request = json.loads(packet)

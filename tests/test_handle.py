@@ -419,9 +419,9 @@ def test_a_request_given_up_leaves_no_worker_behind() -> None:
         made: asyncio.Queue[socket.socket] = asyncio.Queue()
         request = n._request
 
-        def remember(*args: Any) -> socket.socket:
-            made.put_nowait(ours := request(*args))
-            return ours
+        def remember(*args: Any) -> tuple[socket.socket, int]:
+            made.put_nowait((asked := request(*args))[0])
+            return asked
 
         n._request = remember  # type: ignore[method-assign]
         task = asyncio.ensure_future(n.spawn({}))

@@ -15,16 +15,16 @@ PACKAGE = ROOT / "rrd"
 
 FLOORS: dict[str, int] = {
     # floor 0: words, faults, and the only code that writes state
-    "errors": 0, "states": 0, "text": 0, "durable": 0,
+    "errors": 0, "boards": 0, "states": 0, "text": 0, "durable": 0,
     # floor 1: the language both towers share
-    "savings": 1, "toml": 1, "job_keys": 1, "job": 1, "config": 1, "messages": 1, "checkpoint": 1, "snapshot": 1,
+    "savings": 1, "stack": 1, "toml": 1, "job_keys": 1, "job": 1, "config": 1, "messages": 1, "checkpoint": 1, "snapshot": 1,
     "safetensors_header": 1,
     # floor 2, daemon tower: one thing each
     "ledger": 2, "spool": 2, "watch": 2, "rotation": 2, "placement": 2, "roster": 2, "gate": 2, "metrics": 2,
-    "notify": 2, "journal": 2, "client": 2, "page": 2, "history": 2, "figure": 2, "errands": 2,
+    "notify": 2, "journal": 2, "client": 2, "page": 2, "history": 2, "figure": 2, "errands": 2, "room": 2,
     # floors 3 to 6, daemon tower
-    "handle": 3, "keeper": 3, "herald": 4, "post": 2, "die": 4, "host": 4, "lane": 4, "preparer": 4,
-    "scheduler": 5, "intake": 5, "verbs": 5,
+    "handle": 3, "keeper": 3, "herald": 4, "post": 2, "die": 4, "host": 4, "visit": 4, "lane": 4, "preparer": 4,
+    "faults": 5, "scheduler": 5, "intake": 5, "verbs": 5,
     "control": 5, "web": 5, "daemon": 5, "cli": 6, "__main__": 6,
     # the privileged helper: on the ground, leaning on nothing
     "helper": 0,

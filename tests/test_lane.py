@@ -108,9 +108,7 @@ class Bench:
 
     async def stop(self) -> None:
         """As the daemon ends it."""
-        self.lane.stopping = True
-        self.lane.interrupt()
-        self.lane.wake()
+        self.lane.stop_soon()
         await self.task
         await self.lane.stop()
 

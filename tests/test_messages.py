@@ -193,4 +193,4 @@ def test_a_frame_is_a_length_and_json() -> None:
     frame = encode(STEP)
     assert int.from_bytes(frame[:4], "big") == len(frame) - 4
     assert json.loads(frame[4:]) == {"kind": "step", "job": "a", "step": 1, "loss": 2.5, "lr": 0.0001, "grad_norm": 0.5,
-                                     "tokens": 12, "seconds": 0.15, "applied": True}
+                                     "tokens": 12, "seconds": 0.15, "applied": True, "skipped": 0}

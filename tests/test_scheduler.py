@@ -15,7 +15,7 @@ from rrd.errors import BadJob, NoSuchJob, RrdError
 from rrd.gate.simulated import Act
 from rrd.journal import Kind
 from rrd.messages import Evict, Load
-from rrd.scheduler import DISK_RETRY
+from rrd.faults import DISK_RETRY
 from rrd.states import JobState
 
 

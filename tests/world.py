@@ -500,9 +500,7 @@ class World:
         self._tasks.pop().cancel()
         await self.scheduler.preparer.stop()
         for lane in lanes:
-            lane.stopping = True
-            lane.interrupt()
-            lane.wake()
+            lane.stop_soon()
         await asyncio.gather(*self._tasks)
         await asyncio.gather(*(lane.stop() for lane in lanes))
         for job in self.scheduler.jobs.values():

@@ -38,10 +38,11 @@ class Settings:
                    Path(request["state_dir"]), Path(request["cache_dir"]))
 
 
-def main(sock: socket.socket, request: dict[str, Any]) -> int:
-    """Run one worker to its end; returns the exit status."""
+def main(sock: socket.socket, request: dict[str, Any], stack_fd: int = 2) -> int:
+    """Run one worker to its end; returns the exit status. If it crashes it writes its stacks to ``stack_fd``."""
     settings, channel = Settings.of(request), Channel(sock)
     try:
+        faulthandler.enable(stack_fd)  # for SIGABRT, too, the ladder's second rung
         _set_up_process(settings)
         Loop(channel, settings).run()
     except Closed:
@@ -54,7 +55,6 @@ def main(sock: socket.socket, request: dict[str, Any]) -> int:
 
 
 def _set_up_process(settings: Settings) -> None:
-    faulthandler.enable()  # SIGABRT, the ladder's second rung, then dumps every thread's stack on stderr
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the daemon says when to stop, over the socket
     name = f"rrd-die{settings.die}" if settings.die else "rrd-prepare"

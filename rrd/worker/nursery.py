@@ -3,9 +3,9 @@
 Importing torch costs a second and 200 MB; a fork of a process that has done so costs 10 ms and shares the memory.
 It must never compute anything (a fork after a multi-threaded operation hangs) and never touch a die.
 
-The daemon sends, over a SOCK_SEQPACKET socket, one JSON packet a worker together with the worker's own socket; the
-nursery answers ``{"pid"}`` and later ``{"pid", "status"}``. When the daemon's end closes, the nursery exits; workers
-see their own sockets close.
+The daemon sends, over a SOCK_SEQPACKET socket, one JSON packet a worker together with the worker's own socket and a
+file for its stack if it crashes; the nursery answers ``{"pid", "id"}`` and later ``{"pid", "status"}``. When the
+daemon's end closes, the nursery exits; workers see their own sockets close.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _serve(control: socket.socket, wake_r: int, wake_w: int) -> None:
 
 def _answer(control: socket.socket, private: tuple[int, int]) -> None:
     try:
-        packet, fds, _, _ = socket.recv_fds(control, PACKET, 1)
+        packet, fds, _, _ = socket.recv_fds(control, PACKET, 2)
     except ConnectionResetError:  # the daemon was killed with an answer of ours unread
         packet, fds = b"", []
     if not packet:
@@ -62,12 +62,14 @@ def _answer(control: socket.socket, private: tuple[int, int]) -> None:
     request = json.loads(packet)
     pid = os.fork()
     if pid == 0:
-        _become_worker(control, private, fds[0], request)
-    os.close(fds[0])
+        _become_worker(control, private, fds, request)
+    for fd in fds:
+        os.close(fd)
     control.send(json.dumps({"pid": pid, "id": request["id"]}).encode())
 
 
-def _become_worker(control: socket.socket, private: tuple[int, int], fd: int, request: dict[str, object]) -> None:
+def _become_worker(control: socket.socket, private: tuple[int, int], fds: list[int],
+                   request: dict[str, object]) -> None:
     status = 1
     try:
         signal.set_wakeup_fd(-1)
@@ -77,7 +79,7 @@ def _become_worker(control: socket.socket, private: tuple[int, int], fd: int, re
             os.close(other)
         from rrd.worker import entry
 
-        status = entry.main(socket.socket(fileno=fd), request)
+        status = entry.main(socket.socket(fileno=fds[0]), request, *fds[1:])
     except BaseException:
         traceback.print_exc()
     finally:

@@ -5,6 +5,8 @@ Tests run these in fp64 and hold every other implementation to them. Gradients a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -61,3 +63,41 @@ def rfa(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, floor: float) -> Tensor:
         below = torch.maximum((q[:, i] * z).sum(-1), floor * n)
         ys.append((q[:, i, :, None] @ S).squeeze(2) / below[..., None])
     return torch.stack(ys, 1)
+
+
+def int8_y(x: Tensor, q: Tensor, s: Tensor) -> Tensor:
+    """x W^T with W = diag(s) q: x [M, in], q [out, in] int8, s [out] -> [M, out]."""
+    return x @ (s.to(x.dtype)[:, None] * q.to(x.dtype)).t()
+
+
+def int8_dx(dy: Tensor, q: Tensor, s: Tensor) -> Tensor:
+    """dy W, the gradient of x: dy [M, out] -> [M, in]."""
+    return dy @ (s.to(dy.dtype)[:, None] * q.to(dy.dtype))
+
+
+def adamw(p: Tensor, g: Tensor, m: Tensor, v: Tensor, t: int, *, lr: float, betas: tuple[float, float], eps: float,
+          decay: float, norm: float = 0.0, clip: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
+    """p, m and v after update ``t`` = 1, 2, … (Loshchilov and Hutter, 2019, Algorithm 2), g clipped to ``clip``."""
+    g = g * min(1.0, clip / (norm + 1e-6)) if clip else g
+    m = betas[0] * m + (1 - betas[0]) * g
+    v = betas[1] * v + (1 - betas[1]) * g * g
+    m_hat, v_hat = m / (1 - betas[0] ** t), v / (1 - betas[1] ** t)
+    return p - lr * decay * p - lr * m_hat / (v_hat.sqrt() + eps), m, v
+
+
+def xent(logits: Tensor, targets: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Cross-entropies [n] of logits [n, V], and ``scale`` times their gradient; none where a target is negative."""
+    labelled = targets >= 0
+    at = targets.clamp(min=0)[:, None]
+    losses = logits.logsumexp(1) - logits.gather(1, at).squeeze(1)
+    grad = (logits.softmax(1) - torch.zeros_like(logits).scatter_(1, at, 1.0)) * scale
+    return torch.where(labelled, losses, 0.0), torch.where(labelled[:, None], grad, 0.0)
+
+
+def pack(tensors: Sequence[Tensor], offsets: Sequence[int], out: Tensor) -> Tensor:
+    """``out`` (uint8) with the bytes of each tensor at its offset."""
+    packed = out.clone()
+    for t, offset in zip(tensors, offsets, strict=True):
+        raw = t.contiguous().view(-1).view(torch.uint8)
+        packed[offset : offset + len(raw)] = raw
+    return packed

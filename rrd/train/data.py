@@ -18,7 +18,8 @@ from torch import Tensor
 
 from rrd.errors import Damaged
 from rrd.train import sealed
-from rrd.train.prepare import KIND, Prepared, TooLong, data_digest, prepare
+from rrd.train.portion import TooLong
+from rrd.train.prepare import KIND, Prepared, data_digest, prepare
 from rrd.train.step import NO_LABEL, Batch
 
 __all__ = ["Dataset", "Prepared", "TooLong", "data_digest", "order", "prepare"]

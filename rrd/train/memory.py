@@ -22,6 +22,8 @@ from rrd.models.registry import lora_targets_of
 from rrd.train.loss import SLICE
 
 TRAINED_BYTES = 16
+SAVED_BYTES = 12
+"""The same without the gradient: what a checkpoint holds."""
 CONTEXT_BYTES = 600 << 20
 """What CUDA and torch's own kernels take of a die before anything is trained."""
 SPARE = 1.1
@@ -32,6 +34,8 @@ class Needs(NamedTuple):
 
     total: int
     base: int
+    saved: int = 0
+    """On disk, for one checkpoint."""
 
 
 def estimate(spec: JobSpec, files: ModelFiles, stored: torch.dtype, *, cuda: bool) -> Needs:
@@ -42,7 +46,7 @@ def estimate(spec: JobSpec, files: ModelFiles, stored: torch.dtype, *, cuda: boo
     trained = weights if full else _adapter(spec, files)
     own = weights * itemsize(stored) if full and stored != torch.float32 else 0
     needs = base + own + trained * TRAINED_BYTES + _activations(spec, files) + 3 * 4 * SLICE
-    return Needs(int(needs * SPARE) + (CONTEXT_BYTES if cuda else 0), base)
+    return Needs(int(needs * SPARE) + (CONTEXT_BYTES if cuda else 0), base, trained * SAVED_BYTES)
 
 
 def _adapter(spec: JobSpec, files: ModelFiles) -> int:

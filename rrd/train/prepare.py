@@ -4,6 +4,10 @@
 (int64: where sample i starts, and one more at the end) and a manifest. The key is a digest of the data's bytes, the
 tokenizer and the settings, so nothing in it is ever out of date; all of it may be deleted at any time.
 
+A file is tokenized in portions (:mod:`rrd.train.portion`), by several processes where it has many. Each portion is
+sealed on disk under ``<key>/portions/`` until all are there, so that whoever was killed goes on where it was; what they
+are put together to is the same however they came about, and never in memory as a whole.
+
 A sample holds up to ``seq_len + 1`` tokens: the model sees all but the last, and each is the target of the one before.
 """
 
@@ -14,44 +18,25 @@ import json
 import os
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any
 
 from rrd import durable
 from rrd.errors import BadJob, Damaged
 from rrd.text import count
-from rrd.train import sealed
-from rrd.train.read import BadLine, BadLines, DataFile, Record, open_regular, records
+from rrd.train import crew, portion, sealed
+from rrd.train.portion import Counts, Cutter, Plan, Range, TooLong, place
+from rrd.train.read import BadLines, kind_of, open_regular
+from rrd.train.sealed import Seal
 from rrd.train.tokenize import TokenizerLike, load_tokenizer
 
 KIND = "rrd token cache 1"
-_BATCH_CHARACTERS = 1 << 19  # enough for every core to have work, little enough to hold
-_BATCH_RECORDS = 4096
 _REMEMBER_ABOVE = 64 << 20   # hashing less than this is quicker than being clever
 _SETTLED_NS = 2_000_000_000  # a file changed within this before it was hashed may change again within one clock tick
 
 Progress = Callable[[float], None]
-TooLong = Literal["truncate", "split"]
-
-
-@dataclass
-class Counts:
-    """What became of the records."""
-
-    records: int = 0
-    samples: int = 0
-    tokens: int = 0
-    labels: int = 0
-    truncated: int = 0
-    """Records longer than seq_len whose rest was cut off."""
-    split: int = 0
-    """Records longer than seq_len that became several samples."""
-    unlabelled: int = 0
-    """Samples left out because nothing in them carries loss (a prompt that fills seq_len, say)."""
-    max_id: int = 0
-    """The highest token id: the model's vocabulary must be larger."""
 
 
 @dataclass
@@ -77,44 +62,55 @@ class Prepared(Counts):
 
 
 def prepare(data: str, tokenizer: str, *, seq_len: int, too_long: TooLong = "truncate", max_bad_lines: int = 100,
-            cache_dir: str | Path, progress: Progress = lambda _: None) -> Prepared:
+            cache_dir: str | Path, processes: int = 1, progress: Progress = lambda _: None) -> Prepared:
     """Tokenize ``data`` with the tokenizer file or directory ``tokenizer``, or find it done.
 
-    ``progress`` gets fractions up to 1.0, often; what it raises ends the work. Threads: RAYON_NUM_THREADS.
+    ``progress`` gets fractions up to 1.0, often; what it raises ends the work. ``processes``: so many at the most work
+    side by side; with one, this process does it with the threads that RAYON_NUM_THREADS allows.
 
     Raises:
         BadJob: the data or the tokenizer cannot be used.
         DiskTrouble: the cache cannot be written.
     """
     cache, tok = Path(cache_dir), load_tokenizer(tokenizer)
-    with DataFile(data) as source:
-        sha = data_digest(data, cache, progress)
-        settings = [KIND, sha, tok.digest, source.is_text, seq_len, too_long]
-        key = hashlib.sha256(json.dumps(settings).encode()).hexdigest()
-        builder = _Builder(source, sha, BadLines(data, max_bad_lines), tok, seq_len, too_long, progress)
-        prepared = _find_or_build(cache / key[:32], key, builder)
-    builder.bad.check(prepared.bad_count, prepared.bad_lines)
+    sha = data_digest(data, cache, progress)
+    way = [kind_of(data), portion.SIZE] if kind_of(data) == "text" else []  # where text is cut shows in its tokens
+    settings = [KIND, sha, tok.digest, kind_of(data) == "text", seq_len, too_long, *way]
+    key = hashlib.sha256(json.dumps(settings).encode()).hexdigest()
+    home = cache / key[:32]
+    prepared = _find(home / "ready")
+    bad = BadLines(data, max_bad_lines)
+    if prepared is None:
+        tok.make_ready(cache.parent, lambda: progress(0.0))
+        plan = Plan(str(home / "portions"), data, tokenizer, tok.library, seq_len, too_long)
+        prepared = _build(home, key, _Builder(plan, sha, bad, tok, processes, progress))
+    bad.check(prepared.bad_count, prepared.bad_lines)
     progress(1.0)
     return prepared
 
 
-def _find_or_build(home: Path, key: str, builder: _Builder) -> Prepared:
-    """The cache under ``home``; built if it is not there, or not as it was written."""
-    ready = home / "ready"
-    if found := _find(ready):
-        return found
+def _build(home: Path, key: str, builder: _Builder) -> Prepared:
+    """The cache under ``home``: built, unless somebody else has built it meanwhile."""
+    ready, portions = home / "ready", home / "portions"
     try:
         durable.make_dir(home)
         # whoever holds it is making what we need, however long that takes
-        with durable.lock_when_free(home / "lock", what="the token cache", alive=lambda: builder.progress(0.0)):
+        with durable.lock_when_free(home / "lock", what="the token cache", alive=lambda: builder.progress(0.0)) as lock:
             durable.sweep_dirs(home)  # what a builder that died left behind
             if found := _find(ready):
                 return found
             if ready.exists():
                 durable.discard_dir(ready)
-            with durable.NewDirectory(home, "data") as new:
-                facts = builder.write(sealed.Sealing(new), key)
-                new.commit("ready")
+            durable.make_dir(portions)
+            try:
+                builder.make_portions(lock)
+                with durable.NewDirectory(home, "data") as new:
+                    facts = builder.write(sealed.Sealing(new), key)
+                    new.commit("ready")
+            except BadJob:
+                durable.discard_dir(portions)  # they will not be wanted as they are
+                raise
+            durable.discard_dir(portions)
     except OSError as e:
         raise durable.trouble(e, home) from e
     return Prepared(path=ready, **facts)
@@ -122,123 +118,156 @@ def _find_or_build(home: Path, key: str, builder: _Builder) -> Prepared:
 
 def _find(ready: Path) -> Prepared | None:
     """The finished cache, every byte checked; None if it is not there or damaged."""
-    try:
-        seal = sealed.read_seal(ready, KIND)
-        sealed.verify(ready, seal)
-    except Damaged:
+    if (seal := _sealed(ready, KIND)) is None:
         return None
     facts = dict(seal.facts)
     facts["bad_lines"] = [(line, reason) for line, reason in facts["bad_lines"]]
     return Prepared(path=ready, **facts)
 
 
-class _Builder:
-    """Reads, tokenizes, cuts and writes, a batch of records at a time."""
+def _sealed(path: Path, kind: str) -> Seal | None:
+    """The seal of a directory of which every byte holds."""
+    try:
+        seal = sealed.read_seal(path, kind)
+        sealed.verify(path, seal)
+    except Damaged:
+        return None
+    return seal
 
-    def __init__(self, source: DataFile, sha: str, bad: BadLines, tok: TokenizerLike, seq_len: int, too_long: TooLong,
-                 progress: Progress) -> None:
-        assert seq_len >= 1
-        self.source, self.sha, self.bad, self.tok = source, sha, bad, tok
-        self.seq_len, self.too_long, self.progress = seq_len, too_long, progress
-        self.counts = Counts()
-        self.offsets = array("q", [0])
+
+class _Builder:
+    """Has a file's portions made, and puts them together."""
+
+    def __init__(self, plan: Plan, sha: str, bad: BadLines, tok: TokenizerLike, processes: int, progress: Progress
+                 ) -> None:
+        self.plan, self.sha, self.bad, self.tok, self.processes = plan, sha, bad, tok, processes
+        self.progress = progress
+        self.home = Path(plan.home)
+        self.ranges = portion.ranges(plan.data)
+        self.facts: dict[int, Mapping[str, Any]] = {}
+        self._taken = self._lines = 0
+        self._at: dict[int, int] = {}
+        self._units = max(1, self.ranges[-1].end)
+
+    def make_portions(self, lock: IO[bytes]) -> None:
+        """Make those that are not there from an earlier try, or not whole. Raises BadJob: too many bad lines."""
+        durable.sweep_dirs(self.home)
+        missing = []
+        for r in self.ranges:
+            if seal := _sealed(place(self.home, r), portion.KIND):
+                self._done(r, seal)
+            else:
+                if place(self.home, r).exists():
+                    durable.discard_dir(place(self.home, r))
+                missing.append(r)
+        together = crew.size(self.processes, len(missing))
+        if missing and (together > 1 or self.tok.runs_code):
+            crew.run(self.plan, missing, count=together, lock=lock, at=self._is_at, done=self._done)
+            return
+        for r in missing:
+            portion.make(self.plan, r, self.tok, lambda n, r=r: self._is_at(r.number, n))  # type: ignore[misc]
+            self._done(r)
+
+    def _is_at(self, number: int, units: int) -> None:
+        self._at[number] = units
+        self.progress(0.97 * sum(self._at.values()) / self._units)
+
+    def _done(self, r: Range, seal: Seal | None = None) -> None:
+        self.facts[r.number] = (seal or sealed.read_seal(place(self.home, r), portion.KIND)).facts
+        while self._taken in self.facts:  # bad lines are counted in the file's order
+            self._take(self.facts[self._taken])
+            self._taken += 1
+        self._is_at(r.number, r.end - r.begin)
+
+    def _take(self, facts: Mapping[str, Any]) -> None:
+        for line, reason in facts["bad_lines"]:
+            self.bad.add(self._lines + line, reason)
+        self.bad.count += facts["bad_count"] - len(facts["bad_lines"])  # those that were too many to be named
+        self.bad.check(self.bad.count, self.bad.named)
+        self._lines += facts["lines"]
 
     def write(self, new: sealed.Sealing, key: str) -> dict[str, Any]:
-        """Fill ``new`` and seal it. Returns the facts of the manifest."""
-        new.add("tokens.bin", self._chunks())
-        new.add("offsets.bin", [self.offsets.tobytes()])
-        if self.source.sha256 != self.sha:
-            raise BadJob("the data file changed while it was being read", file=self.source.path,
-                         hint="rrd tries again when the file or the job changes")
-        if not self.counts.samples:
-            raise BadJob("the data file holds nothing to learn from", file=self.source.path, hint=self._why_nothing())
-        facts = asdict(self.counts) | {"digest": key, "bad_count": self.bad.count, "bad_lines": self.bad.named}
+        """Fill ``new`` from the portions and seal it. Returns the facts of the manifest."""
+        self._check_unchanged()
+        counts = Counts()
+        if kind_of(self.plan.data) == "text":
+            cutter = Cutter(self.plan.seq_len, "split")
+            new.add("tokens.bin", self._windows(cutter))
+            new.add("offsets.bin", [cutter.offsets.tobytes()])
+            counts = cutter.counts
+        else:
+            for facts in self.facts.values():
+                counts.add(Counts(**facts["counts"]))
+            new.add("tokens.bin", self._each("tokens.bin"))
+            new.add("offsets.bin", self._offsets())
+        if not counts.samples:
+            raise BadJob("the data file holds nothing to learn from", file=self.plan.data, hint=self._why(counts))
+        facts = asdict(counts) | {"digest": key, "bad_count": self.bad.count, "bad_lines": self.bad.named}
         new.close(KIND, facts)
         return facts
 
-    def _why_nothing(self) -> str:
-        c = self.counts
+    def _why(self, c: Counts) -> str:
         if c.unlabelled:
-            return f"in all of its {c.records} records the prompt fills seq_len = {self.seq_len}: raise it"
+            return f"in all of its {c.records} records the prompt fills seq_len = {self.plan.seq_len}: raise it"
         if not self.bad.named:
             return "it is empty"
         line, reason = self.bad.named[0]
         return f"none of its {count(self.bad.count, 'line')} can be used; line {line}: {reason}"
 
-    def _chunks(self) -> Iterator[bytes]:
-        cut = self._cut_text if self.source.is_text else self._cut_records
-        for tokens in cut(batches(records(self.source, self.bad))):
-            yield tokens.tobytes()
-            self.progress(min(self.source.position / max(self.source.size, 1), 0.999))
+    def _each(self, name: str) -> Iterator[bytes]:
+        """The bytes of one file of all portions, in order."""
+        for r in self.ranges:
+            yield (place(self.home, r) / name).read_bytes()
+            self.progress((0.99 if name == "offsets.bin" else 0.97) + 0.009 * r.end / self._units)
 
-    def _cut_records(self, batches: Iterable[list[Record]]) -> Iterator[array[int]]:
-        for batch in batches:
-            out = array("i")
-            self.counts.records += len(batch)
-            for record, tokens in zip(batch, self.tok.encode(batch), strict=True):
-                if isinstance(tokens, BadLine):
-                    self.bad.add(record.line, str(tokens))
-                else:
-                    self._cut(self.tok.closed(tokens), self.too_long, out)
-            yield out
+    def _offsets(self) -> Iterator[bytes]:
+        before = 0
+        yield array("q", [0]).tobytes()
+        for data in self._each("offsets.bin"):
+            offsets = array("q", data)[1:]
+            yield array("q", (before + at for at in offsets)).tobytes()
+            before += offsets[-1] if offsets else 0
 
-    def _cut_text(self, batches: Iterable[list[Record]]) -> Iterator[array[int]]:
+    def _windows(self, cutter: Cutter) -> Iterator[bytes]:
         """One running text: windows of seq_len over all of it, whatever too_long says."""
-        carry: list[int] = []
-        self.counts.records = 1
-        for batch in batches:
-            out = array("i")
-            for tokens in self.tok.encode(batch):
-                assert not isinstance(tokens, BadLine)
-                carry += tokens
-            at = 0
-            while len(carry) - at > self.seq_len + 1:
-                self._keep(carry[at : at + self.seq_len + 1], out)
-                at += self.seq_len
+        T, carry = self.plan.seq_len, array("i")
+        for data in self._each("tokens.bin"):
+            carry.frombytes(data)
+            out, at = array("i"), 0
+            while len(carry) - at > T + 1:
+                cutter.keep(carry[at : at + T + 1], out)
+                at += T
             carry = carry[at:]
-            yield out
+            yield out.tobytes()
         out = array("i")
         if carry:
-            self._cut(self.tok.closed(carry), "split", out)
-        yield out
+            cutter.record(self.tok.closed(carry.tolist()), out)
+        yield out.tobytes()
+        cutter.counts.records, cutter.counts.split = 1, 0
 
-    def _cut(self, tokens: list[int], too_long: TooLong, out: array[int]) -> None:
-        """Append the samples of one record: itself, its beginning, or windows that share their border token."""
-        T = self.seq_len
-        if len(tokens) <= T + 1:
-            self._keep(tokens, out)
-        elif too_long == "truncate":
-            self.counts.truncated += 1
-            self._keep(tokens[: T + 1], out)
-        else:
-            self.counts.split += not self.source.is_text
-            for at in range(0, len(tokens) - 1, T):
-                self._keep(tokens[at : at + T + 1], out)
-
-    def _keep(self, sample: list[int], out: array[int]) -> None:
-        labels = sum(map((0).__le__, sample[1:])) if min(sample, default=0) < 0 else len(sample) - 1
-        if labels <= 0:
-            self.counts.unlabelled += 1
-            return
-        out.extend(sample)
-        c = self.counts
-        c.samples, c.tokens, c.labels = c.samples + 1, c.tokens + len(sample), c.labels + labels
-        c.max_id = max(c.max_id, max(sample), ~min(sample))
-        self.offsets.append(self.offsets[-1] + len(sample))
+    def _check_unchanged(self) -> None:
+        """Whether the file is still what was hashed, and each portion was made of that. Raises BadJob."""
+        whole, same = hashlib.sha256(), True
+        with open_regular(self.plan.data, what="the data file") as f:
+            if kind_of(self.plan.data) != "parquet":
+                for r in self.ranges:
+                    own = hashlib.sha256()
+                    for part in _parts(f, r.end - r.begin):
+                        whole.update(part)
+                        own.update(part)
+                    same = same and own.hexdigest() == self.facts[r.number]["sha256"]
+                    self.progress(0.97)
+            for part in _parts(f, 1 << 62):
+                whole.update(part)
+        if whole.hexdigest() != self.sha or not same:
+            raise BadJob("the data file changed while it was being read", file=self.plan.data,
+                         hint="rrd tries again when the file or the job changes")
 
 
-def batches(found: Iterable[Record]) -> Iterator[list[Record]]:
-    """Records in lists that are worth one call of the tokenizer."""
-    batch: list[Record] = []
-    size = 0
-    for record in found:
-        batch.append(record)
-        size += sum(len(t.text) for t in record.turns)
-        if size >= _BATCH_CHARACTERS or len(batch) >= _BATCH_RECORDS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
+def _parts(f: IO[bytes], size: int) -> Iterator[bytes]:
+    while size and (part := f.read(min(size, 1 << 20))):
+        size -= len(part)
+        yield part
 
 
 def data_digest(path: str, cache: Path, progress: Progress = lambda _: None) -> str:

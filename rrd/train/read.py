@@ -82,10 +82,6 @@ class DataFile:
         self._sha = hashlib.sha256()
         self._file.seek(begin)
 
-    @property
-    def is_text(self) -> bool:
-        return self.kind == "text"
-
     def __enter__(self) -> DataFile:
         return self
 
@@ -140,10 +136,8 @@ def open_regular(path: str, *, what: str) -> BinaryIO:
 def kind_of(path: str) -> str:
     """What ``path`` holds by its name: "lines" of JSON, "text" or "parquet". Raises BadJob for other kinds."""
     ending = Path(path).suffix.lower()
-    if ending == ".parquet":
-        raise BadJob("parquet is not read yet", file=path, hint="write it as JSON lines: one object a line")
     if ending not in _KINDS:
-        raise BadJob(f"data files end in .jsonl or .txt, not {one_line(ending, 20) or 'nothing'}", file=path,
+        raise BadJob(f"data files end in .jsonl, .txt or .parquet, not {one_line(ending, 20) or 'nothing'}", file=path,
                      hint="rename it to what it holds: .jsonl for one JSON object a line, .txt for plain text")
     return _KINDS[ending]
 

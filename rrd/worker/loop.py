@@ -142,9 +142,11 @@ class Loop:
 
     def _prepare(self, order: Prepare) -> None:
         needs = resident.check(order.spec, Path(order.output))
-        train, _ = resident.prepare(order.spec, self.settings.cache_dir, self._alive(order.job))
+        train, _ = resident.prepare(order.spec, self.settings.cache_dir, self._alive(order.job),
+                                    processes=len(os.sched_getaffinity(0)))
         self.channel.send(Prepared(job=order.job, samples=train.samples, tokens=train.tokens,
                                    bad_lines=train.bad_count, needs_bytes=needs.total, base_bytes=needs.base,
+                                   saved_bytes=needs.saved,
                                    notes=train.notes()))
 
     def _load(self, order: Load) -> None:

@@ -103,13 +103,17 @@ def check(spec: JobSpec, output: Path) -> Needs:
     return estimate(spec, files, stored, cuda=torch.version.cuda is not None)
 
 
-def prepare(spec: JobSpec, cache_dir: Path, alive: Alive) -> tuple[data.Prepared, data.Prepared | None]:
-    """Tokenize the job's data, and the held-out data if it has any, into the cache; quick when done before."""
+def prepare(spec: JobSpec, cache_dir: Path, alive: Alive, *, processes: int = 1
+            ) -> tuple[data.Prepared, data.Prepared | None]:
+    """Tokenize the job's data, and the held-out data if it has any, into the cache; quick when done before.
+
+    ``processes``: so many at the most do it side by side.
+    """
 
     def one(path: str, what: str) -> data.Prepared:
         tokenizer = spec.tokenizer or str(home_of(Path(spec.model)))
         return data.prepare(path, tokenizer, seq_len=spec.seq_len, too_long=spec.too_long,
-                            max_bad_lines=spec.max_bad_lines, cache_dir=cache_dir / "data",
+                            max_bad_lines=spec.max_bad_lines, cache_dir=cache_dir / "data", processes=processes,
                             progress=lambda share: alive(what, share))
 
     return (one(spec.data, "tokenizing the data"),

@@ -14,8 +14,10 @@ import tokenizers
 from toy_tokenizer import plain_dir
 
 from rrd.errors import BadJob
+from rrd.train import portion
 from rrd.train import prepare as module
-from rrd.train.prepare import Prepared, batches, data_digest, prepare
+from rrd.train.portion import batches
+from rrd.train.prepare import Prepared, data_digest, prepare
 from rrd.train.read import Record, Turn
 
 
@@ -97,7 +99,7 @@ def test_samples_without_labels_are_left_out(place: Place) -> None:
 
 def test_plain_text_is_one_stream_of_windows(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rrd.train.read.TEXT_PIECE", 100)
-    monkeypatch.setattr(module, "_BATCH_CHARACTERS", 300)
+    monkeypatch.setattr(portion, "_BATCH_CHARACTERS", 300)
     text = "A die is one chip that trains.\n\nA visit is one turn.\n\n" * 20
     done = place.prepare(place.write(text.removesuffix("\n"), name="d.txt"), seq_len=7)
     samples = place.samples(done)
@@ -151,7 +153,7 @@ def test_what_a_dead_builder_left_is_swept(place: Place) -> None:
     assert sorted(p.name for p in home.iterdir()) == ["lock", "ready"]
 
 
-def test_an_interrupted_build_leaves_nothing(place: Place) -> None:
+def test_an_interrupted_build_leaves_nothing_half_made(place: Place) -> None:
     class Stopped(Exception):
         pass
 
@@ -161,7 +163,8 @@ def test_an_interrupted_build_leaves_nothing(place: Place) -> None:
 
     with pytest.raises(Stopped):
         prepare(place.write({"text": "one"}), place.tokenizer, seq_len=4, cache_dir=place.cache, progress=stop)
-    assert [p.name for p in place.cache.glob("*/*")] == ["lock"]
+    assert sorted(p.name for p in place.cache.glob("*/*")) == ["lock", "portions"]
+    assert list(place.cache.glob("*/portions/*")) == []
 
 
 def test_two_builders_at_once_make_one_cache(place: Place) -> None:
@@ -216,7 +219,7 @@ def test_a_large_files_digest_is_remembered_only_while_untouched(place: Place, m
 
 
 def test_batches_are_worth_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_BATCH_CHARACTERS", 10)
+    monkeypatch.setattr(portion, "_BATCH_CHARACTERS", 10)
     found = [Record(i, (Turn("text", "x" * n),)) for i, n in enumerate([4, 4, 4, 30, 1])]
     assert [[r.line for r in b] for b in batches(found)] == [[0, 1, 2], [3], [4]]
 

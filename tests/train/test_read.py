@@ -97,7 +97,7 @@ def test_a_line_without_end_does_not_fill_the_memory(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize(("name", "data", "sentence"), [
-    ("d.parquet", b"PAR1", "parquet"), ("d.csv", b"a,b", r"end in \.jsonl or \.txt, not \.csv"),
+    ("d.parquet", b"PAR1", "parquet"), ("d.csv", b"a,b", r"end in \.jsonl, \.txt or \.parquet, not \.csv"),
     ("d", b"", "not nothing"),
     ("d.jsonl", '{"text": "a"}'.encode("utf-16"), "UTF-16"), ("d.jsonl", b"\x1f\x8b\x08", "compressed"),
     ("d.jsonl", b"version https://git-lfs.github.com/spec/v1\noid", "LFS"),

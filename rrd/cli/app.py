@@ -35,6 +35,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "dies": ("status", "List lanes and dies."),
     "bench": ("bench", "Measure this box's dies."),
     "reload": ("control", "Have the daemon read rrd.toml and the job files again."),
+    "doctor": ("doctor", "Find what would break this box before it does."),
     "install-service": ("install_service", "Make this installation a systemd service."),
     "completion": ("complete", "Print the completion script of a shell."),
 }

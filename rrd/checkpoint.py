@@ -111,8 +111,13 @@ def commit(job_dir: Path, *, job: str, step: int, identity: str, files: Mapping[
         raise durable.trouble(e, job_dir / name_of(step)) from e
 
 
+def with_spare(size: int) -> int:
+    """Bytes that must be free, besides ``RESERVE``, for a checkpoint of ``size`` to be begun."""
+    return size * 5 // 4
+
+
 def _check_room(job_dir: Path, size: int, disk: Disk) -> None:
-    needed, free = size * 5 // 4 + RESERVE, disk.free(job_dir)
+    needed, free = with_spare(size) + RESERVE, disk.free(job_dir)
     if free < needed:
         raise DiskTrouble(f"the disk is nearly full: a checkpoint needs {needed >> 20} MiB free at {job_dir} and there "
                           f"are {free >> 20} MiB", hint="free space; rrd goes on by itself")

@@ -138,7 +138,8 @@ class Progress(Message):
 
 
 class Prepared(Message):
-    """``needs_bytes`` of a die's memory, ``base_bytes`` of them for weights that jobs on one die share; estimates."""
+    """``needs_bytes`` of a die's memory, ``base_bytes`` of them for weights that jobs on one die share; estimates.
+    ``saved_bytes``: of one checkpoint."""
 
     kind: Literal["prepared"] = "prepared"
     job: str
@@ -147,6 +148,7 @@ class Prepared(Message):
     bad_lines: int
     needs_bytes: int = 0
     base_bytes: int = 0
+    saved_bytes: int = 0
     notes: list[Sentence] = Field(default_factory=list)
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
+from pathlib import Path
 
 from rrd.config import Config
 from rrd.handle import CannotStart, Nursery, Worker, WorkerGone
 from rrd.messages import Failed, Message, Prepare, Prepared, Ready
+from rrd.room import Room, look, refusal
 from rrd.roster import Job
 
 SILENCE_SECONDS = 120.0
@@ -23,6 +26,9 @@ class Preparer:
                  wall: Callable[[], float] = time.time) -> None:
         self.config, self.nursery, self.limit = config, nursery, limit
         self.monotonic, self.wall = monotonic, wall
+        self.others: Callable[[], Iterable[Job]] = lambda: ()
+        """The jobs that train, and so will need their part of the disk."""
+        self.look: Callable[[Path, list[str]], Awaitable[Room | None]] = partial(asyncio.to_thread, look)
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     @property
@@ -64,13 +70,23 @@ class Preparer:
             order = Prepare(job=job.id, spec=job.spec, output=job.output)
             answer = await worker.ask(order, Prepared, patience=lambda: SILENCE_SECONDS)
             assert isinstance(answer, (Prepared, Failed))
-            return answer
+            return answer if isinstance(answer, Failed) else await self._with_room(job, answer)
         except CannotStart as e:
             return Failed(job=job.id, blame="disk", message=e.message, hint=e.hint)
         except WorkerGone as e:
             return Failed(job=job.id, blame="worker", message=f"preparing its data failed: {e.message}", hint=e.hint)
         finally:
             await worker.stop(patience=2)
+
+    async def _with_room(self, job: Job, answer: Prepared) -> Prepared | Failed:
+        """``answer``, unless the job's checkpoints would not fit on the disk."""
+        if not job.saved_bytes:
+            return answer  # not known
+        others = [other.wish for other in self.others()]
+        room = await self.look(self.config.state_dir, [job.id, *(other.job for other in others)])
+        if room is None or (no := refusal(job.wish, others, room)) is None:
+            return answer
+        return Failed(job=job.id, blame="job" if no.ever else "disk", message=no.why, hint=no.hint)
 
     def _hear(self, job: Job, report: Message) -> None:
         job.hear(report, self.wall(), self.monotonic())

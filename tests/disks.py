@@ -1,13 +1,17 @@
-"""Disks that fail: one that records every call and replays power cuts, one whose n-th call goes wrong."""
+"""Disks that fail: one that records every call and replays power cuts, one whose n-th call goes wrong, a small one."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import stat
+import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+import pytest
 
 from rrd.durable import Bytes, Disk
 
@@ -259,3 +263,16 @@ def _failing(name: str) -> Callable[..., object]:
 
 for _name in CALLS:
     setattr(FaultyDisk, _name, _failing(_name))
+
+
+@contextlib.contextmanager
+def small_disk(at: Path, size: str) -> Iterator[Path]:
+    """A real file system of ``size``; skips the test where none can be mounted."""
+    at.mkdir()
+    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(at)],
+                                           capture_output=True).returncode:
+        pytest.skip("needs the right to mount a small disk")
+    try:
+        yield at
+    finally:
+        subprocess.run(["umount", "-l", str(at)], check=True)

@@ -14,12 +14,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from boxes import Box, box, toy_keys
+from disks import small_disk
 from safetensors.torch import load_file, save_file
 from toys import make_data, make_model, write_job
 
@@ -331,19 +331,6 @@ def _chapter_of_vanished_directories(b: Box, keys: dict[str, Any]) -> None:
 
 
 # --- the disk ---------------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def small_disk(at: Path, size: str) -> Iterator[Path]:
-    """A filesystem of ``size``; skips the test where none can be mounted."""
-    at.mkdir()
-    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(at)],
-                                           capture_output=True).returncode:
-        pytest.skip("needs the right to mount a small disk")
-    try:
-        yield at
-    finally:
-        subprocess.run(["umount", "-l", str(at)], check=True)
 
 
 def test_a_full_disk_pauses_the_jobs_and_they_go_on_by_themselves(tmp_path: Path) -> None:

@@ -7,11 +7,13 @@ characters by ``one_line``, HTML by jinja2.
 from __future__ import annotations
 
 import json
+import re
 import secrets
+import socket
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from types import MappingProxyType
@@ -19,6 +21,7 @@ from typing import NamedTuple
 from zlib import crc32
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup, escape
 
 from rrd.snapshot import DieView, JobView, LaneView, Snapshot, VisitView
 from rrd.states import JobState
@@ -63,7 +66,8 @@ class Board:
         self._snapshot, self._monotonic = snapshot, monotonic
         self._env = Environment(loader=PackageLoader("rrd"), autoescape=True, undefined=StrictUndefined,
                                 trim_blocks=True, lstrip_blocks=True)
-        self._env.filters |= {"line": one_line, "number": number, "size": size, "duration": duration, "hue": hue}
+        self._env.filters |= {"line": one_line, "prose": prose, "number": number, "size": size, "duration": duration,
+                              "hue": self._hue}
         self._parts = self._env.get_template("parts.html").module
         self._lock = threading.Lock()
         self._at = float("-inf")
@@ -71,12 +75,15 @@ class Board:
         self._known: OrderedDict[str, Shown] = OrderedDict()
         self._boot, self._count = secrets.token_hex(4), 0
         self._rows: dict[str, tuple[JobView, str, str]] = {}
+        self._hues: dict[str, int] = {}
+        self._host = socket.gethostname()
 
     def page(self) -> str:
         """The whole page."""
         now = self.now()
         rows = "".join(html for key, html in now.parts.items() if key.startswith("job:"))
-        return self._env.get_template("page.html").render(parts=now.parts, rows=rows, name=now.name)
+        title = f"rrd on {one_line(self._host, 60)}"
+        return self._env.get_template("page.html").render(parts=now.parts, rows=rows, name=now.name, title=title)
 
     def changes(self, seen: Shown) -> tuple[str, Shown]:
         """What somebody who has ``seen`` this lacks, as JSON (empty: nothing), and what they have seen then."""
@@ -109,14 +116,20 @@ class Board:
     def _render(self, s: Snapshot) -> dict[str, str]:
         p = self._parts
         jobs = sorted(s.jobs, key=lambda j: (ORDER.index(j.state), j.id))
+        self._hues = hues((j.id for j in jobs), self._hues)
+        wrong = faults(s)
+        lanes = [lane_facts(lane, s, self._hue) for lane in s.lanes]
         out = {
-            "top": str(p.top(s, up=duration(max(0.0, s.time - s.started_at)), disk=disk(s))),  # type: ignore[attr-defined]
-            "faults": str(p.faults(faults(s))),  # type: ignore[attr-defined]
-            "lanes": str(p.lanes([lane_facts(lane, s) for lane in s.lanes])),  # type: ignore[attr-defined]
+            "top": str(p.top(s, self._host, len(wrong), facts(s))),  # type: ignore[attr-defined]
+            "faults": str(p.faults(wrong)),  # type: ignore[attr-defined]
+            "lanes": str(p.lanes(lanes)),  # type: ignore[attr-defined]
             "tally": str(p.tally(tally(s))),  # type: ignore[attr-defined]
         }
         self._rows = {j.id: self._row(j, s.time) for j in jobs}
         return out | {f"job:{one_line(j.id, 70)}": self._rows[j.id][2] for j in jobs}
+
+    def _hue(self, job: str) -> int:
+        return self._hues.get(job, hue(job))
 
     def _row(self, j: JobView, now: float) -> tuple[JobView, str, str]:
         """The job's row; the one of a second ago where nothing about it has changed."""
@@ -129,8 +142,25 @@ class Board:
 
 
 def hue(job: str) -> int:
-    """The colour of a job: always the same one."""
+    """The colour that a job has where it can."""
     return crc32(job.encode()) % HUES
+
+
+def hues(jobs: Iterable[str], before: Mapping[str, int]) -> dict[str, int]:
+    """A colour for each job, its own if no other has it: the first of them differ. Who had one ``before`` keeps it."""
+    jobs = list(jobs)
+    out = {job: before[job] for job in jobs if job in before}
+    used = Counter(out.values())
+    for job in jobs:
+        if job not in out:
+            out[job] = min(range(HUES), key=lambda h: (used[h], (h - hue(job)) % HUES))
+            used[out[job]] += 1
+    return out
+
+
+def prose(text: str, most: int) -> Markup:
+    """A sentence, escaped, in which what stands in backquotes is set as code."""
+    return Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(one_line(text, most)))))
 
 
 def curve(values: Sequence[float], width: int = 120, height: int = 28) -> str:
@@ -155,8 +185,16 @@ def tally(s: Snapshot) -> list[tuple[str, int]]:
     return [(state.value, states[state]) for state in ORDER if states[state]]
 
 
-def disk(s: Snapshot) -> str:
-    return f"{size(s.disk_free_bytes)} free" if s.disk_free_bytes is not None else ""
+def facts(s: Snapshot) -> list[str]:
+    """About the box as a whole: version, how long it is up, room on its disk, when all that runs will be trained."""
+    found = [one_line(s.version, 40), f"up {duration(max(0.0, s.time - s.started_at))}"]
+    if s.disk_free_bytes is not None:
+        found.append(f"{size(s.disk_free_bytes)} free")
+    last = max((j for j in s.jobs if j.eta_seconds is not None), key=lambda j: j.eta_seconds or 0.0, default=None)
+    if last is not None and last.eta_seconds is not None:
+        end = finish(last, s.time)
+        found.append(f"what runs is trained in {duration(last.eta_seconds)}" + (f", {end}" if end else ""))
+    return found
 
 
 # ---- what is wrong ---------------------------------------------------------------------------------------------------
@@ -186,14 +224,14 @@ def _retry(d: DieView, now: float) -> str:
 # ---- lanes and their timelines ---------------------------------------------------------------------------------------
 
 
-def lane_facts(lane: LaneView, s: Snapshot) -> dict[str, object]:
+def lane_facts(lane: LaneView, s: Snapshot, hue: Callable[[str], int] = hue) -> dict[str, object]:
     """A lane with its dies and what they did in the last while."""
     dies = [d for d in s.dies if d.lane == lane.name]
     seconds = window(dies, s.time)
     return {
         "lane": lane, "window": duration(seconds),
         "busy": f"{lane.busy_seconds / lane.seconds:.1%}" if lane.seconds > 0 else "",
-        "dies": [{"die": d, "bars": bars(d, s.time, seconds), "said": said(d, s.time)} for d in dies],
+        "dies": [{"die": d, "bars": bars(d, s.time, seconds, hue), "said": said(d, s.time)} for d in dies],
     }
 
 
@@ -203,7 +241,8 @@ def window(dies: Sequence[DieView], now: float) -> int:
     return next((w for w in WINDOWS if w >= now - begin), WINDOWS[-1])
 
 
-def bars(d: DieView, now: float, seconds: float) -> list[tuple[float, float, str, str]]:
+def bars(d: DieView, now: float, seconds: float,
+         hue: Callable[[str], int] = hue) -> list[tuple[float, float, str, str]]:
     """(left, width, class, tooltip) of each visit, in thousandths of the window."""
     visits = list(d.visits)
     if d.computing is not None and d.since is not None:

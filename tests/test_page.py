@@ -19,7 +19,7 @@ from chromium import Browser, browser, needs_chromium
 from stage import HOSTILE, Stage, a_busy_box, job, snapshot, stage
 
 from rrd import web
-from rrd.page import Board, Shown, bars, curve, faults, finish, hue, window
+from rrd.page import Board, Shown, bars, curve, faults, finish, hue, hues, window
 from rrd.snapshot import DieView, JobView, LaneView, RejectedView, Snapshot, VisitView
 from rrd.states import JobState
 
@@ -48,8 +48,8 @@ def board(*snapshots: Snapshot) -> Board:
 def test_all_that_a_person_looks_for_is_there() -> None:
     page = board(a_busy_box()).page()
     for text in ("code-a", "12,000", "Lane 0", "die 5", "98.5%", "no room: 4 jobs are resident", "held out 2.41",
-                 "the model directory /models/gone is missing", "put it there, or change", "unknown key `lrr`",
-                 "the gate refused it", "step 120", "212 GiB free"):
+                 "the model directory /models/gone is missing", "put it there, or change", "key <code>lrr</code>",
+                 "the gate refused it", "step 120", "212 GiB free", "what runs is trained in 30.0 h"):
         assert text in re.sub(r"&#\d+;", "'", page), text
 
 
@@ -128,6 +128,7 @@ def test_nothing_hostile_is_shown_as_it_is() -> None:
     page = board(nasty()).page()
     assert page.count("<script") == 1 and "<img" not in page  # the one script is ours
     assert not set("\u202e\x1b\x07") & set(page)
+    assert "<code><" not in board(snapshot(job("a", why="`<b>`"))).page()
     assert "5332114" not in page
 
 
@@ -156,8 +157,13 @@ def test_a_curve_fills_its_box() -> None:
     assert curve([1.0]) == "" and "nan" not in curve([2.0, 2.0])
 
 
-def test_a_job_keeps_its_colour() -> None:
-    assert hue("code-a") == hue("code-a") and len({hue(f"job-{i}") for i in range(200)}) == 12
+def test_a_job_keeps_its_colour_and_the_first_dozen_differ() -> None:
+    names = [f"job-{i}" for i in range(30)]
+    first = hues(names, {})
+    assert sorted(first[n] for n in names[:12]) == list(range(12)) and first["job-0"] == hue("job-0")
+    later = hues(["new", *names[5:]], first)
+    assert all(later[n] == first[n] for n in names[5:]) and "job-0" not in later
+    assert max(list(later.values()).count(h) for h in range(12)) <= 3, "spread"
 
 
 def test_the_end_is_told_as_a_time_where_that_helps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,6 +230,22 @@ class TestInChromium:
             chrome.wait("document.querySelectorAll('#rows tr').length === 2")
             assert "its data is gone" in chrome.eval("document.getElementById('faults').innerText")
             assert chrome.complaints() == []
+
+    def test_the_title_counts_what_is_wrong(self, chrome: Browser) -> None:
+        with stage(snapshot(job("a"), dies=[])) as s:
+            live(s, chrome)
+            assert chrome.eval("document.title").startswith("rrd on ")
+            s.snapshot = snapshot(job("a", S.FAILED, why="no"), job("b", S.FAILED, why="no"), dies=[])
+            chrome.wait("document.title.startsWith('(2) rrd on ')")
+
+    def test_an_empty_box_shows_no_empty_table_and_fills(self, chrome: Browser) -> None:
+        with stage(snapshot(dies=[])) as s:
+            live(s, chrome)
+            assert "There are no jobs yet" in chrome.eval("document.body.innerText")
+            assert chrome.eval("document.querySelector('table').hidden && document.querySelector('.find').hidden")
+            s.snapshot = snapshot(job("a"), dies=[])
+            chrome.wait("!document.querySelector('table').hidden && !document.querySelector('.find').hidden")
+            assert chrome.eval("document.getElementById('job:a').innerText").startswith("a")
 
     def test_it_says_when_nobody_answers_and_comes_back(self, chrome: Browser) -> None:
         s = Stage(snapshot(job("a")))

@@ -3,6 +3,7 @@
 
 const rows = document.getElementById("rows"), find = document.getElementById("find"), none = document.getElementById("none");
 const link = document.getElementById("link"), template = document.createElement("template");
+const table = rows.closest("table"), label = find.closest("label");
 const held = new Map(); // parts that wait because somebody is selecting text in them
 let state = "";
 
@@ -13,6 +14,7 @@ function replace(id, html) {
   const focus = old.contains(document.activeElement) ? document.activeElement : null;
   const same = focus && (focus.dataset.state ? `[data-state="${focus.dataset.state}"]` : "a");
   old.replaceWith(fresh);
+  if (fresh.dataset.title) document.title = fresh.dataset.title;
   if (same) fresh.querySelector(same)?.focus({ preventScroll: true });
 }
 
@@ -51,6 +53,8 @@ function sift() {
     left += hit;
   }
   none.hidden = left > 0 || rows.children.length === 0;
+  table.hidden = left === 0;
+  label.hidden = rows.children.length === 0;
   for (const chip of document.querySelectorAll("button.chip"))
     chip.setAttribute("aria-pressed", chip.dataset.state === state);
 }
@@ -66,7 +70,7 @@ document.addEventListener("keydown", (event) => {
   if (event.key === "Escape" && document.activeElement === find) { find.value = ""; sift(); }
 });
 find.addEventListener("input", sift);
-find.closest("label").hidden = false;
+label.hidden = rows.children.length === 0;
 
 function say(text, kind) {
   if (link.textContent !== text) link.textContent = text; // said once, not every second

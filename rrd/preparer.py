@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable
-from functools import partial
-from pathlib import Path
+from collections.abc import Callable, Iterable
 
 from rrd.config import Config
 from rrd.handle import CannotStart, Nursery, Worker, WorkerGone
 from rrd.messages import Failed, Message, Prepare, Prepared, Ready
-from rrd.room import Room, look, refusal
+from rrd.room import look, refusal
 from rrd.roster import Job
 
 SILENCE_SECONDS = 120.0
@@ -28,7 +26,6 @@ class Preparer:
         self.monotonic, self.wall = monotonic, wall
         self.others: Callable[[], Iterable[Job]] = lambda: ()
         """The jobs that train, and so will need their part of the disk."""
-        self.look: Callable[[Path, list[str]], Awaitable[Room | None]] = partial(asyncio.to_thread, look)
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     @property
@@ -83,7 +80,8 @@ class Preparer:
         if not job.saved_bytes:
             return answer  # not known
         others = [other.wish for other in self.others()]
-        room = await self.look(self.config.state_dir, [job.id, *(other.job for other in others)])
+        jobs = [job.id, *(other.job for other in others)]
+        room = await asyncio.to_thread(look, self.config.state_dir, jobs)
         if room is None or (no := refusal(job.wish, others, room)) is None:
             return answer
         return Failed(job=job.id, blame="job" if no.ever else "disk", message=no.why, hint=no.hint)

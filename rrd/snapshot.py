@@ -5,9 +5,14 @@ Times are Unix seconds, durations seconds, memory bytes. ``None`` means not know
 
 from __future__ import annotations
 
+from typing import Any
+
 from pydantic import BaseModel, Field
 
+from rrd.errors import Damaged
 from rrd.states import JobState
+
+FORMAT = 1
 
 
 class JobView(BaseModel):
@@ -120,6 +125,8 @@ class RejectedView(BaseModel):
 
 
 class Snapshot(BaseModel):
+    format: int = FORMAT
+    """Counted up when an older rrd would misread it."""
     version: str
     pid: int
     time: float
@@ -137,6 +144,14 @@ class Snapshot(BaseModel):
     dies: list[DieView] = Field(default_factory=list)
     lanes: list[LaneView] = Field(default_factory=list)
     rejected: list[RejectedView] = Field(default_factory=list)
+
+    @classmethod
+    def read(cls, data: Any) -> Snapshot:
+        """A snapshot from decoded JSON. Raises Damaged for one of a newer rrd; ValueError for what is none."""
+        if isinstance(data, dict) and isinstance(n := data.get("format"), int) and n > FORMAT:
+            raise Damaged(f"the daemon's status is of format {n}, and this rrd knows {FORMAT}",
+                          hint="use the command of the rrd that runs, or a newer one")
+        return cls.model_validate(data)
 
     def job(self, job_id: str) -> JobView | None:
         return next((j for j in self.jobs if j.id == job_id), None)

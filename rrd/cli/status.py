@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,17 +20,18 @@ if TYPE_CHECKING:
 
 
 def ask(run_dir: Path) -> tuple[Snapshot, bool]:
-    """What the daemon says, and True; else what it last wrote, and False. Raises NotRunning when there is neither."""
+    """What the daemon says, and True; else what it last wrote, and False. Raises NotRunning when there is neither,
+    Damaged when it is a newer rrd's."""
     from rrd.client import call
     from rrd.snapshot import Snapshot
 
     try:
-        return Snapshot.model_validate(call(run_dir, "status")), True
+        return Snapshot.read(call(run_dir, "status")), True
     except NotRunning as down:
         try:
-            last = Snapshot.model_validate_json((run_dir / STATUS).read_bytes())
+            last = Snapshot.read(json.loads((run_dir / STATUS).read_bytes()))
             return last.model_copy(update={"spool_watch_healthy": True, "stopping": False}), False  # it has ended
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             raise down from None
 
 

@@ -58,7 +58,7 @@ def fetch(run_dir: Path) -> Snapshot:
     from rrd.client import call
     from rrd.snapshot import Snapshot
 
-    return Snapshot.model_validate(call(run_dir, "status"))
+    return Snapshot.read(call(run_dir, "status"))
 
 
 def changes(look: Callable[[], Snapshot], pause: Callable[[], object]) -> Iterator[str]:

@@ -110,6 +110,21 @@ def test_with_the_daemon_down_the_last_status_is_shown_and_said_to_be_that(rrd: 
     assert json.loads(rrd("status", "--json").stdout)["running"] is False
 
 
+NEWER = "error: the daemon's status is of format 2, and this rrd knows 1"
+
+
+def test_a_newer_daemons_status_is_not_guessed_at(rrd: Rrd, daemon: FakeDaemon) -> None:
+    daemon.show(busy().model_copy(update={"format": 2}))
+    result = rrd("status")
+    assert result.exit_code == 65 and result.stderr.startswith(NEWER) and "newer one" in result.stderr
+
+
+def test_nor_is_what_it_left(rrd: Rrd, state: Path) -> None:
+    (state / "run/status").mkdir(parents=True)
+    (state / "run/status/snapshot.json").write_text(busy().model_copy(update={"format": 2}).model_dump_json())
+    assert rrd("status").stderr.startswith(NEWER)
+
+
 @pytest.mark.parametrize("left", [None, b"", b"{", b'{"jobs": 3}', b"\xff"])
 def test_with_the_daemon_down_and_nothing_to_show(rrd: Rrd, state: Path, left: bytes | None) -> None:
     if left is not None:

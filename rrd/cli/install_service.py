@@ -35,9 +35,9 @@ COMMAND = "usr/local/bin/rrd"
 def install_service(root: Path, remove: bool, dry_run: bool) -> None:
     """Make this installation a systemd service, where it did not come as a package.
 
-    Writes the units, the user `rrd`, /etc/rrd and completion; then `systemctl enable --now rrd` starts it. Run it again
-    after an upgrade. The environment must be one that the user rrd can reach: `python3 -m venv /opt/rrd`, or
-    `pipx install --global`.
+    Writes the units, the user `rrd`, /etc/rrd, completion and man pages; then `systemctl enable --now rrd` starts it.
+    Run it again after an upgrade. The environment must be one that the user rrd can reach: `python3 -m venv /opt/rrd`,
+    or `pipx install --global`.
     """
     if root == Path("/") and not dry_run:
         _check_place()
@@ -74,7 +74,9 @@ def wanted(programs: Path) -> dict[str, str]:
     completions = share("completion")
     for name, place in COMPLETIONS.items():
         files[f"usr/local/share/{place}"] = (completions / name).read_text()
-    return files
+    from rrd.cli.manual import pages
+
+    return files | {f"usr/local/share/man/{name}": text for name, text in pages().items()}
 
 
 COMPLETIONS = {"rrd.bash": "bash-completion/completions/rrd", "_rrd": "zsh/site-functions/_rrd",

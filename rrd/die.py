@@ -72,10 +72,14 @@ class Die:
         writing = [job for job in self.jobs.values() if job.saving]
         return writing[0] if len(writing) == 1 else None
 
-    async def bring_up(self, nursery: Nursery, config: Config, hear: Callable[[Message], None]) -> Worker:
-        """The die's worker; a new one if there is none. Raises WorkerGone, also for one that ended unnoticed."""
+    async def bring_up(self, nursery: Nursery, config: Config, hear: Callable[[Message], None],
+                       ended: Callable[[], None]) -> Worker:
+        """The die's worker; a new one if there is none, of which ``hear`` hears the reports and ``ended`` the end.
+
+        Raises WorkerGone, also for one that ended unnoticed.
+        """
         if self.worker is None:
-            worker = Worker(nursery, self.settings(config), hear)
+            worker = Worker(nursery, self.settings(config), hear, ended)
             await worker.start()
             self.worker, self.restarts = worker, self.restarts + 1
             ready = await self.worker.ask(None, Ready, patience=lambda: START_PATIENCE)

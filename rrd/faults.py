@@ -82,9 +82,10 @@ class Faults:
         if rungs is None:
             self._too_large(job, die, report, lack)
             return
+        new = [r for r in rungs if r not in job.record.rungs]
         job.record.rungs = rungs
         self.s.keeper.save(job)
-        self._again(job, report, f"{lack}; to need less, {sentence(rungs)}")
+        self._again(job, report, f"{lack}; to need less, {sentence(new)}")
 
     def _lack(self, report: OutOfMemory) -> str:
         doing = {"load": "while it was loaded", "export": "while it was exported",

@@ -177,10 +177,11 @@ def _environment() -> dict[str, str]:
 
 
 class Worker:
-    """One worker process. ``on_report`` hears every report, the answers to ``ask`` included."""
+    """One worker process. ``on_report`` hears every report, the answers to ``ask`` included; ``on_end`` its end."""
 
-    def __init__(self, nursery: Nursery, settings: dict[str, object], on_report: Callable[[Message], None]) -> None:
-        self.nursery, self.settings, self.on_report = nursery, settings, on_report
+    def __init__(self, nursery: Nursery, settings: dict[str, object], on_report: Callable[[Message], None],
+                 on_end: Callable[[], None] = lambda: None) -> None:
+        self.nursery, self.settings, self.on_report, self.on_end = nursery, settings, on_report, on_end
         self.pid: int | None = None
         self.end = ""
         """How it ended, as a sentence's half; empty while it lives."""
@@ -275,6 +276,7 @@ class Worker:
             for task in self._telling:
                 task.cancel()
             sock.close()
+            self.on_end()
 
     def _hear(self, report: Message) -> None:
         if isinstance(report, LastWords):

@@ -129,7 +129,6 @@ class Lane:
 
     async def _probe(self, die: Die) -> None:
         """Whether a fenced die computes again."""
-        die.put_off_probe(self.monotonic())
         try:
             async with self._granted(die):
                 worker = await self._worker(die)
@@ -141,6 +140,7 @@ class Lane:
                 raise WorkerGone(getattr(answer, "message", "it gave no answer"))
         except (TryLater, WorkerGone) as e:
             die.worker = None
+            die.put_off_probe(self.monotonic())
             self.host.still_fenced(die, e.message)
 
     async def _sleep(self, now: float) -> None:
@@ -203,7 +203,7 @@ class Lane:
             self.computing = die.since = None
 
     async def _worker(self, die: Die) -> Worker:
-        return await die.bring_up(self.nursery, self.config, lambda report: self._hear(die, report))
+        return await die.bring_up(self.nursery, self.config, lambda report: self._hear(die, report), self.wake)
 
     def _hear(self, die: Die, report: Message) -> None:
         job = self.jobs.get(getattr(report, "job", ""))

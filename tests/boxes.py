@@ -42,8 +42,10 @@ class Box:
     # --- the process ---
 
     def start(self, **environment: str) -> None:
+        """With RRD_FAULTS in the environment, its workers do what that script says (faulty_worker.py)."""
+        rrd = [str(Path(__file__).with_name("faulty_daemon.py"))] if "RRD_FAULTS" in environment else ["-m", "rrd"]
         with open(self.log, "ab") as log:
-            self.process = subprocess.Popen([sys.executable, "-m", "rrd", "daemon", "-c", str(self.config)], stderr=log,
+            self.process = subprocess.Popen([sys.executable, *rrd, "daemon", "-c", str(self.config)], stderr=log,
                                             stdout=log, start_new_session=True, env={**os.environ, **environment})
 
     def kill(self) -> None:

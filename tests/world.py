@@ -43,8 +43,11 @@ from rrd.messages import (
     Load,
     Loaded,
     Message,
+    OutOfMemory,
     Prepare,
     Prepared,
+    Probe,
+    Probed,
     Progress,
     Ready,
     Run,
@@ -121,6 +124,7 @@ def now() -> float:
 
 DIE, HANG, STUCK = "die", "hang", "stuck"
 """What may befall a worker: it dies; it says nothing more until it is aborted; or not even then, until it is killed."""
+Befalls = str | Failed | OutOfMemory
 
 
 @dataclass
@@ -147,14 +151,14 @@ class Workers(Nursery):
         """(job, step) of every step run, repeated ones included."""
         self.orders: list[Message] = []
         self.broken = False
-        self._script: dict[tuple[str, str], deque[str | Failed]] = defaultdict(deque)
+        self._script: dict[tuple[str, str], deque[Befalls]] = defaultdict(deque)
 
-    def at(self, job: str, moment: str, *acts: str | Failed) -> None:
-        """What happens, one act for each time that ``job`` comes to ``moment``: "prepare", "load", "save", "export",
-        "evict", "step 7" or "step" for any."""
+    def at(self, job: str, moment: str, *acts: Befalls) -> None:
+        """What happens, one act for each time that ``job`` comes to ``moment``: "prepare", "load", "save", "write",
+        "export", "evict", "step 7" or "step" for any; or any worker (``job`` "") to "probe"."""
         self._script[job, moment].extend(acts)
 
-    def act(self, job: str, moment: str) -> str | Failed | None:
+    def act(self, job: str, moment: str) -> Befalls | None:
         acts = self._script[job, moment] or self._script[job, moment.split()[0]]
         return acts.popleft() if acts else None
 
@@ -257,7 +261,7 @@ class FakeWorker:
         act = self.workers.act(job, moment)
         if act is None:
             return
-        if isinstance(act, Failed):
+        if isinstance(act, Failed | OutOfMemory):
             raise _Failed(act.model_copy(update={"job": job}))
         if act == DIE:
             self.end(-signal.SIGSEGV)
@@ -282,12 +286,16 @@ class FakeWorker:
                     await self._befall(job, "export")
                     self.workers.exports.append((job, self.residents[job]))
                     self._send(Exported(job=job, output=order.output))
+                case Probe():
+                    await self._befall("", "probe")
+                    self._send(Probed())
                 case Evict():
                     await self._befall(job, "evict")
                     await self._drop(job)
                     self._send(Evicted(job=job))
         except _Failed as e:
-            await self._drop(job)
+            if not getattr(e.failed, "resident", False):
+                await self._drop(job)
             self._send(e.failed)
 
     async def _prepare(self, order: Prepare) -> None:
@@ -308,7 +316,7 @@ class FakeWorker:
             raise _Failed(Failed(job=order.job, blame="job", message="no checkpoint of this job can be used any more"))
         self.residents[order.job] = self.saved[order.job] = found
         self._send(Loaded(job=order.job, step=found, tokens=10 * found, samples=self.workers.samples,
-                          seconds=self.workers.load_seconds, resumed=found or None))
+                          seconds=self.workers.load_seconds, resumed=found or None, recomputes=True, most_parts=4))
 
     async def _pass(self, job: str, seconds: float) -> None:
         """Long work, with a sign of life every second."""
@@ -344,6 +352,7 @@ class FakeWorker:
 
     async def _write(self, job: str, step: int) -> None:
         await asyncio.sleep(self.workers.write_seconds)
+        await self._befall(job, "write")
         del self.writing[job]
         if self.workers.disk.full:
             self._send(CommitFailed(job=job, step=step, message="the disk is full", hint="free space"))
@@ -359,7 +368,7 @@ class FakeWorker:
 
 
 class _Failed(Exception):
-    def __init__(self, failed: Failed) -> None:
+    def __init__(self, failed: Failed | OutOfMemory) -> None:
         self.failed = failed
 
 

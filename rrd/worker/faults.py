@@ -18,6 +18,7 @@ from rrd.train.step import NotFinite
 
 _CPU_MEMORY = re.compile(r"DefaultCPUAllocator|can't allocate memory|not enough memory: you tried to allocate")
 _ASKED = re.compile(r"tried to allocate ([0-9.]+) ?(bytes|[KMGT]i?B)", re.IGNORECASE)
+_LEFT = re.compile(r"([0-9.]+) ?(bytes|[KMGT]i?B) (?:is )?free", re.IGNORECASE)
 _UNITS = {"b": 0, "k": 10, "m": 20, "g": 30, "t": 40}
 _NO_KERNELS = ("no kernel image is available", "device kernel image is invalid", "unsupported gpu architecture")
 _LOST = ("gpu is lost", "device is lost", "fallen off the bus", "unavailable", "no cuda-capable device",
@@ -42,9 +43,14 @@ def shortage_of(e: BaseException, device: torch.device) -> Shortage | None:
     on_host = isinstance(e, MemoryError) or (isinstance(e, RuntimeError) and _CPU_MEMORY.search(said))
     if not on_card and not on_host:
         return None
-    asked = _ASKED.search(said)
-    needed = int(float(asked[1]) * (1 << _UNITS[asked[2][0].lower()])) if asked else None
-    return Shortage(needed, _free(device if on_card else torch.device("cpu")))
+    free = _bytes(_LEFT.search(said))
+    if free is None:
+        free = _free(device if on_card else torch.device("cpu"))
+    return Shortage(_bytes(_ASKED.search(said)), free)
+
+
+def _bytes(said: re.Match[str] | None) -> int | None:
+    return int(float(said[1]) * (1 << _UNITS[said[2][0].lower()])) if said else None
 
 
 def _free(device: torch.device) -> int | None:

@@ -32,6 +32,9 @@ from rrd.worker.tensorboard import EventFile
 
 COMPATIBLE = '`resume = "compatible"` in the job file goes on all the same'
 
+PLACES = frozenset({"model", "data", "tokenizer", "eval_data"})
+"""Keys that say where something lies. What it is, its digest says: a job may move to another box, or directory."""
+
 Alive = Callable[[str, float], None]
 """Called during long work with what it is and the share done: the heartbeat."""
 
@@ -255,10 +258,14 @@ def _restore(path: Path, trainer: Trainer, staging: Staging, notes: list[str]) -
 def _check_identity(name: str, saved: dict[str, Any], trainer: Trainer, notes: list[str]) -> None:
     """Raises BadJob where going on would give other numbers than the job would have had; or notes what was given up."""
     now = trainer.identity()
-    changed = differences(saved, now)
-    if saved["job"] != now["job"]:
-        raise BadJob(f"{name} is of another job: {'; '.join(differences(saved['job'], now['job']))}",
+    was, wanted = ({k: v for k, v in i["job"].items() if k not in PLACES} for i in (saved, now))
+    if was != wanted:
+        raise BadJob(f"{name} is of another job: {'; '.join(differences(was, wanted))}",
                      hint="change the job file back, or `rrd restart --fresh` to begin again at step 0")
+    if saved["base"] != now["base"]:
+        raise BadJob(f"{name} was trained on other weights than are in {trainer.spec.model} now",
+                     hint="put those back, or `rrd restart --fresh` to begin again at step 0")
+    changed = differences({**saved, "job": {}}, {**now, "job": {}})
     if changed and trainer.spec.resume == "exact":
         raise BadJob(f"{name} cannot be continued exactly: {'; '.join(changed)}",
                      hint=COMPATIBLE)

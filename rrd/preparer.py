@@ -9,12 +9,14 @@ from collections.abc import Callable, Iterable
 
 from rrd.config import Config
 from rrd.handle import CannotStart, Nursery, Worker, WorkerGone
-from rrd.messages import Failed, Message, Prepare, Prepared, Ready
+from rrd.messages import Failed, Message, Prepare, Prepared, Progress, Ready
 from rrd.room import look, refusal
 from rrd.roster import Job
 
 SILENCE_SECONDS = 120.0
 """Seconds without a sign of life after which a preparation counts as hung."""
+TELL_SECONDS = 15.0
+"""Seconds after which the log says how far a preparation is, again and again."""
 
 
 class Preparer:
@@ -26,6 +28,8 @@ class Preparer:
         self.monotonic, self.wall = monotonic, wall
         self.others: Callable[[], Iterable[Job]] = lambda: ()
         """The jobs that train, and so will need their part of the disk."""
+        self.tell: Callable[[Job, str], None] = lambda job, text: None
+        """Says something to the job's log."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     @property
@@ -60,7 +64,8 @@ class Preparer:
         c = self.config
         settings: dict[str, object] = {"die": "", "device": "cpu", "threads": 1, "state_dir": str(c.state_dir),
                                        "cache_dir": str(c.cache_dir)}
-        worker = Worker(self.nursery, settings, lambda report: self._hear(job, report))
+        told = [self.monotonic()]
+        worker = Worker(self.nursery, settings, lambda report: self._hear(job, report, told))
         try:
             await worker.start()
             await worker.ask(None, Ready, patience=lambda: SILENCE_SECONDS)
@@ -86,5 +91,9 @@ class Preparer:
             return answer
         return Failed(job=job.id, blame="job" if no.ever else "disk", message=no.why, hint=no.hint)
 
-    def _hear(self, job: Job, report: Message) -> None:
-        job.hear(report, self.wall(), self.monotonic())
+    def _hear(self, job: Job, report: Message, told: list[float]) -> None:
+        now = self.monotonic()
+        job.hear(report, self.wall(), now)
+        if isinstance(report, Progress) and now - told[0] >= TELL_SECONDS:
+            told[0] = now
+            self.tell(job, f"{report.what}, {report.share:.0%}")

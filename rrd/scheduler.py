@@ -59,6 +59,7 @@ class Scheduler:
         self.lanes: dict[str, Lane] = {}
         self.preparer = Preparer(config, nursery, limit=max(2, len(config.lanes)), monotonic=monotonic, wall=wall)
         self.preparer.others = lambda: [job for job in self.jobs.values() if job.die]
+        self.preparer.tell = lambda job, text: self.say(Kind.JOB_NOTE, text, job)
         self.gone: Callable[[Job], None] = lambda job: None
         """Called with a job whose file is gone, once it is off its die and out of the books."""
         self.faults = Faults(self)

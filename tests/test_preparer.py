@@ -11,7 +11,7 @@ from world import DIE, HANG, World, now, play
 from rrd.job import JobSpec
 from rrd.ledger import Record
 from rrd.messages import Failed, Prepared
-from rrd.preparer import SILENCE_SECONDS, Preparer
+from rrd.preparer import SILENCE_SECONDS, TELL_SECONDS, Preparer
 from rrd.roster import Job
 from rrd.states import JobState
 
@@ -45,6 +45,20 @@ def test_it_counts_and_its_worker_is_gone_afterwards(tmp_path: Path) -> None:
         await w.until(lambda: b.done)
         assert isinstance(b.done["a"], Prepared) and job.record.samples == 100
         assert w.workers.alive() == [] and b.preparer.room == 2
+
+    story(tmp_path, tell)
+
+
+def test_the_log_hears_of_a_long_one_now_and_then(tmp_path: Path) -> None:
+    async def tell(b: Bench, w: World) -> None:
+        said: list[tuple[float, str]] = []
+        b.preparer.tell = lambda job, text: said.append((now(), f"{job.id}: {text}"))
+        w.workers.prepare_seconds = 100.0
+        start = now()
+        b.start("long")
+        await w.until(lambda: b.done)
+        assert 4 <= len(said) <= 6 and {text for _, text in said} == {"long: at work, 50%"}
+        assert said[0][0] - start >= TELL_SECONDS
 
     story(tmp_path, tell)
 

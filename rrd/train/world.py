@@ -79,8 +79,13 @@ class World:
 
     def _record(self, record: Record) -> list[int]:
         if {t.role for t in record.turns} <= {"text", "prompt", "completion"}:
-            return [t if turn.role != "prompt" else ~t for turn in record.turns for t in self.words(turn.text)]
+            first, *more = (self._words_of(turn) for turn in record.turns)
+            return first if not more else [t for words in (first, *more) for t in words]
         return [t for turn in record.turns for t in self._turn(turn)]
+
+    def _words_of(self, turn: Turn) -> list[int]:
+        words = self.words(turn.text)
+        return words if turn.role != "prompt" else [~t for t in words]
 
     def _turn(self, turn: Turn) -> Iterable[int]:
         learn = turn.learn and turn.role == "assistant"

@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FuncFormatter, LogFormatter, MaxNLocator
 
 from rrd.history import History, smooth, thin
 from rrd.text import one_line
@@ -85,7 +85,8 @@ def _dotted_restarts(ax: Axes, h: History) -> None:
 def _line(ax: Axes, points: Sequence[tuple[int, float]], i: int, width: float = 1.4) -> None:
     if points:
         x, y = zip(*thin(points, POINTS), strict=True)
-        ax.plot(x, y, color=COLORS[i % len(COLORS)], linestyle=PATTERNS[i % len(PATTERNS)], linewidth=width)
+        ax.plot(x, y, color=COLORS[i % len(COLORS)], linestyle=PATTERNS[i % len(PATTERNS)], linewidth=width,
+                marker="." if len(x) == 1 else "")  # a line needs two
 
 
 def _finish(loss: Axes, marks: Axes, lr: Axes, speed: Axes, log: bool) -> None:
@@ -96,6 +97,9 @@ def _finish(loss: Axes, marks: Axes, lr: Axes, speed: Axes, log: bool) -> None:
     speed.set_xlabel("step")
     if log:
         loss.set_yscale("log")
+        loss.grid(True, which="minor", axis="y")
+        loss.yaxis.set_major_formatter(LogFormatter())
+        loss.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
     loss.margins(x=0.02)
     marks.grid(False)
     marks.tick_params(left=False, bottom=False)
@@ -103,7 +107,8 @@ def _finish(loss: Axes, marks: Axes, lr: Axes, speed: Axes, log: bool) -> None:
     lr.set_ylim(bottom=0)
     speed.set_ylim(0, 1.12 * speed.dataLim.ymax if speed.lines else 1.0)
     speed.xaxis.set_major_locator(MaxNLocator(integer=True))
-    speed.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.0f}"))
+    for axis in (speed.xaxis, speed.yaxis):
+        axis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.0f}"))
     lr.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:.1g}" if v else "0"))
 
 
@@ -113,7 +118,7 @@ def _name(figure: Figure, loss: Axes, marks: Axes, histories: Sequence[History])
     names = [_cut(one_line(h.job, 70)) for h in histories]
     if len(histories) == 1:
         h = histories[0]
-        loss.set_title(f"{one_line(h.job, 60)}: loss, {len(h.steps):,} steps")
+        loss.set_title(f"{one_line(h.job, 60)}: loss, {len(h.steps):,} step{'s' * (len(h.steps) != 1)}")
         marks.set_yticks([])
         raw = Line2D([], [], color=COLORS[0], alpha=0.4, linewidth=0.8, label="raw")
         shown = [_sample(0, "smoothed", line=True), raw, *([_sample(0, "held out", marker=True)] if h.evals else [])]

@@ -80,6 +80,25 @@ def test_each_alert_leads_to_its_paragraph() -> None:
         assert "**Do:**" in sections[str(rule["alert"])]
 
 
+@needs_promtool
+def test_dcgm_lines_up_as_documented(tmp_path: Path) -> None:
+    """The documented expression gives a card's temperature the die it is of, with and without GPU- in front."""
+    text = (ROOT / "docs" / "monitoring.md").read_text().split("**Beside DCGM.**")[1]
+    expr = re.findall(r"```\n(.*?)```", text, re.S)[0]
+    assert "metric_relabel_configs" in text and "target_label: uuid" in text  # from where DCGM's series have it
+    series = {'DCGM_FI_DEV_GPU_TEMP{uuid="GPU-1a"}': 61, 'DCGM_FI_DEV_GPU_TEMP{uuid="GPU-2b"}': 70,
+              'DCGM_FI_DEV_GPU_TEMP{uuid="GPU-not-ours"}': 40, 'rrd_die_info{die="0", lane="k80", uuid="GPU-1a"}': 1,
+              'rrd_die_info{die="1", lane="k80", uuid="2b"}': 1, 'rrd_die_info{die="2", lane="k80", uuid=""}': 1,
+              'rrd_die_info{die="3", lane="k80", uuid=""}': 1}
+    found = [{"labels": f'{{uuid="{uuid}", die="{die}", lane="k80"}}', "value": value}
+             for uuid, die, value in (("GPU-1a", 0, 61), ("GPU-2b", 1, 70))]
+    (tmp_path / "dcgm.yml").write_text(yaml.safe_dump({"tests": [{
+        "interval": "1m", "input_series": [{"series": s, "values": str(v)} for s, v in series.items()],
+        "promql_expr_test": [{"expr": expr, "eval_time": "0m", "exp_samples": found}]}]}))
+    run = subprocess.run(["promtool", "test", "rules", "dcgm.yml"], cwd=tmp_path, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
 @needs_prometheus
 @needs_alertmanager
 def test_a_worker_killed_again_and_again_pages_somebody(tmp_path: Path) -> None:

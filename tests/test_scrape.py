@@ -12,8 +12,12 @@ from prometheus_client.parser import text_string_to_metric_families as parse
 from scraper import needs_prometheus, needs_promtool, prometheus
 from stage import HOSTILE, a_busy_box, job, snapshot, stage
 
+from rrd.job import JobSpec
+from rrd.ledger import Record
 from rrd.metrics import Meters, SnapshotCollector, exposition
+from rrd.roster import Job
 from rrd.snapshot import Snapshot
+from rrd.states import JobState
 
 Families = list[tuple[str, str, str, list[tuple[str, dict[str, str], str]]]]
 
@@ -58,13 +62,23 @@ def test_a_thousand_jobs_take_less_than_50_ms_and_a_fixed_number_of_series_each(
         return exposition(registry(snapshot(*[job(f"j-{i}") for i in range(n)])).collect()).count(b"\nrrd_")
 
     assert series(1000) - series(999) == series(2) - series(1) <= 20
-    r = registry(snapshot(*[job(f"job-{i}") for i in range(1000)]))
+    jobs = [at_work(f"job-{i}") for i in range(1000)]
     took = []
-    for _ in range(7):
-        begin = time.thread_time()
-        exposition(r.collect())
+    for _ in range(15):
+        begin = time.thread_time()  # of the loop's part, which is to see what all jobs do, and of the scraper's
+        text = exposition(registry(snapshot(*[j.view() for j in jobs])).collect())
         took.append(time.thread_time() - begin)
-    assert min(took) < 0.050, f"{min(took) * 1000:.0f} ms"  # 22 where it was written
+    assert text.count(b'{rrd_job="job-999"') >= 18
+    assert min(took) < 0.050, f"{min(took) * 1000:.0f} ms"  # 37 where it was written
+
+
+def at_work(name: str) -> Job:
+    """A job of which all is known."""
+    spec = JobSpec.model_validate({"model": "/m", "data": "/d", "max_steps": 5})
+    j = Job(Record(id=name, state=JobState.RUNNING, announced_at=1.0, announced_step=5), spec)
+    j.loss, j.eval_loss, j.lr, j.last_step_at, j.loaded_at, j.checkpoint_bytes = 2.0, 2.0, 1e-4, 1.0, 1.0, 60 << 20
+    j.losses.extend([2.0] * 64)
+    return j
 
 
 def test_no_label_is_prometheus_own_and_no_series_is_there_twice() -> None:

@@ -76,6 +76,17 @@ def test_pictures(rrd: Rrd, jobs: Path, tmp_path: Path, name: str, magic: bytes)
         assert (tmp_path / "again.svg").read_bytes() == data, "the same history, the same picture"
 
 
+@pytest.mark.parametrize(("steps", "more"), [(1, ["--log"]), (2, ["--smooth", "1"]), (20_000, [])])
+def test_jobs_of_any_length_are_drawn(rrd: Rrd, jobs: Path, tmp_path: Path, steps: int, more: list[str]) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed (pip install 'rrd[plot]')")
+    make_past(jobs / "other", steps, evals=steps > 2)
+    result = rrd("plot", "other", *more, "-o", tmp_path / "x.svg")
+    assert result.exit_code == 0, result.stderr
+    text = (tmp_path / "x.svg").read_text()
+    assert f">other: loss, {steps:,} step" in text and len(text) < 1_000_000, "thinned"
+    assert rrd("plot", "other").exit_code == 0
+
+
 def test_another_format_is_refused(rrd: Rrd, jobs: Path, tmp_path: Path) -> None:
     result = rrd("plot", "code-a", "-o", tmp_path / "x.gif")
     assert result.exit_code == 1 and "end it in .png, .svg or .pdf" in result.stderr

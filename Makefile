@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN     = $(VENV)/bin
 
-.PHONY: demo demo-clean test lint bench campaign clean
+.PHONY: demo demo-clean test test-oldest lint bench campaign clean
 .DELETE_ON_ERROR:
 
 $(VENV)/.done: pyproject.toml packaging/constraints.txt
@@ -32,6 +32,21 @@ bench: $(VENV)/.done
 TESTS ?= tests
 test: $(VENV)/.done
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not slow' $(TESTS)
+
+# The torch side with the oldest torch there is for it (the last that runs on K80s), in an environment of its own, 4 GB.
+OLDEST  ?= .venv-oldest
+OLD_PYTHON ?= python3.11
+TORCH_SIDE = tests/ops tests/models tests/train tests/worker tests/test_lora.py tests/test_adamw.py tests/test_exact.py \
+	tests/test_rwkv_run.py tests/test_bridge_run.py
+$(OLDEST)/.done: pyproject.toml packaging/constraints-oldest.txt
+	@echo "making $(OLDEST): torch 2.0.1 with its CUDA 11.7, about 4 GB; this takes a few minutes"
+	@$(OLD_PYTHON) -m venv $(OLDEST)
+	@$(OLDEST)/bin/pip install --quiet --disable-pip-version-check -c packaging/constraints-oldest.txt -e '.[hf]' \
+		numpy peft rwkv pytest pytest-timeout hypothesis pyyaml
+	@touch $@
+
+test-oldest: $(OLDEST)/.done
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -m 'not slow' -p no:cacheprovider $(TORCH_SIDE)
 
 lint: $(VENV)/.done
 	$(BIN)/ruff check .

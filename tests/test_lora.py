@@ -52,7 +52,7 @@ def test_logits_and_gradients_equal_pefts(path: Path, base: Base, settings: dict
     model = build(base)
     named = attach(model, **settings)
     for i, (_, p) in enumerate(named):
-        torch.nn.init.normal_(p.data, std=0.1, generator=torch.Generator().manual_seed(i))
+        p.data.normal_(std=0.1, generator=torch.Generator().manual_seed(i))
     rank = settings["rank"]
     config = LoraConfig(
         r=rank, lora_alpha=settings.get("alpha", 2 * rank), target_modules=list(settings["targets"]),
@@ -158,7 +158,7 @@ def test_bf16_adapters_are_fp32_masters(path: Path) -> None:
     exact = build(load_base(path))
     reference = AdamW(attach(exact, targets=ALL, rank=4))
     for o in (optimizer, reference):
-        torch.nn.init.normal_(o.flat["param"], std=0.1, generator=torch.Generator().manual_seed(0))
+        o.flat["param"].normal_(std=0.1, generator=torch.Generator().manual_seed(0))
     got, expected = grads_of(model, optimizer, window()), grads_of(exact, reference, window())
     assert got.dtype == torch.float32
     assert torch.nn.functional.cosine_similarity(got, expected, dim=0) > 0.99

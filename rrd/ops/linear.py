@@ -136,7 +136,7 @@ class _Linear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, residual: Tensor | None, plan: Plan, dropout: float, anchor: Tensor | None
     ) -> Tensor:
-        flat = x.reshape(-1, x.shape[-1])
+        flat = x.detach().reshape(-1, x.shape[-1])  # torch 2.0 loses a leaf that only hooks hold
         y = _products(flat, None if residual is None else residual.reshape(-1, plan.width), plan)
         seen, mask, h = flat, None, None
         if plan.adapted:

@@ -22,6 +22,7 @@ from rrd.optim import AdamW
 from rrd.train.data import Dataset, prepare
 from rrd.train.export import export
 from rrd.train.state import Staging, restore
+from rrd.savings import Savings
 from rrd.train.step import Batch, train_step
 from rrd.train.trainer import Trainer
 
@@ -29,7 +30,7 @@ kinds = pytest.mark.parametrize("kind", KINDS)
 
 
 def theirs_at(path: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(path).float().eval()
 
 
 def ids(rows: int = 2, length: int = 25) -> torch.Tensor:
@@ -73,7 +74,7 @@ def test_loss_and_gradients_equal_pefts(tmp_path: Path, kind: str, checkpointing
                 setattr(m, drop, 0.0)
     x = ids()
     result = train_step(model, optimizer, [Batch(x[:, :-1], x[:, 1:])], lr=0.0, clip_norm=0.0, seeds=[0],
-                        checkpointing=checkpointing)
+                        savings=Savings(checkpointing=checkpointing))
     peer = get_peft_model(theirs_at(path), LoraConfig(r=4, lora_alpha=8, target_modules=list(targets))).eval()
     given = dict(peer.named_parameters())
     for name, p in model.named_parameters():

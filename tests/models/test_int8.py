@@ -15,6 +15,7 @@ from toys import make_data, make_model
 from rrd.job import JobSpec
 from rrd.lora import attach
 from rrd.models import Base, CausalLM, build, files, load_base
+from rrd.models.dtypes import itemsize
 from rrd.models.int8 import quantize, scale_of
 from rrd.optim import AdamW
 from rrd.train.data import Dataset, prepare
@@ -71,7 +72,7 @@ def test_the_store_holds_int8_beside_the_float_copy(tmp_path: Path) -> None:
     exact = load_base(path, store_dir=tmp_path / "store")
     assert (exact.digest, exact.key != base.key) == (base.digest, True)
     linears = [n for n, t in base.tensors.items() if t.dtype == torch.int8]
-    held = sum(base.tensors[m].nbytes for n in linears for m in (n, scale_of(n)))
+    held = sum(base.tensors[m].numel() * itemsize(base.tensors[m].dtype) for n in linears for m in (n, scale_of(n)))
     assert held <= 1.05 * sum(exact.tensors[n].numel() for n in linears)
 
 

@@ -10,6 +10,7 @@ import shutil
 import signal
 import struct
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -191,7 +192,7 @@ class LoopDisk:
 
     def __init__(self, root: Path, options: str = "defaults", *, size: int = 160 << 20,
                  inodes: int | None = None) -> None:
-        self.image, self.at, self.options = root / "image", root / "disk", options
+        self.image, self.at, self.options = root / "image", root / "state", options
         self.at.mkdir(parents=True)
         with open(self.image, "wb") as f:
             f.truncate(size)
@@ -210,6 +211,14 @@ class LoopDisk:
 
     def umount(self) -> None:
         _run("umount", str(self.at))
+
+    def release(self) -> None:
+        """Unmount, once those that still have files open there have ended."""
+        for _ in range(100):
+            with contextlib.suppress(OSError):
+                return self.umount()
+            time.sleep(0.1)
+        return self.umount()
 
     def cut(self) -> None:
         """Cut the power."""

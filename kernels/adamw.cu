@@ -37,7 +37,7 @@ extern "C" __global__ void __launch_bounds__(1) rrd_adamw_begin(
 // Grid (ceil(n / 1024)): a block has 1024 elements. w1 = 1 - beta1 and w2 = 1 - beta2, rounded from fp64.
 extern "C" __global__ void __launch_bounds__(256) rrd_adamw_update(
     float* p, const float* g, float* m, float* v, long long n, const long long* ends, const float* rates,
-    const float* facts, int groups, float beta2, float w1, float w2, float eps) {
+    const float* facts, float beta2, float w1, float w2, float eps) {
   if (facts[APPLIED] == 0.f) return;
   const float factor = facts[FACTOR], root = facts[ROOT];
   int group = 0;
@@ -45,7 +45,7 @@ extern "C" __global__ void __launch_bounds__(256) rrd_adamw_update(
   for (int part = 0; part < 4; part++) {
     const long long i = (long long)blockIdx.x * 1024 + part * 256 + threadIdx.x;
     if (i >= n) return;
-    while (group < groups - 1 && i >= ends[group]) group++;
+    while (i >= ends[group]) group++;  // the last one ends at n
     const float gi = g[i] * factor;
     const float mi = m[i] + w1 * (gi - m[i]);
     const float vi = v[i] * beta2 + w2 * gi * gi;

@@ -52,6 +52,7 @@ extern char __start_rrd_shared[] __attribute__((weak)), __stop_rrd_shared[] __at
 namespace host {
 
 constexpr unsigned WARP = 32;
+constexpr unsigned PATIENCE = 120;  // seconds for a launch; a kernel that hangs ends the process
 
 [[noreturn]] inline void die(const char* what) {
   std::fprintf(stderr, "host.h: %s (block %u,%u thread %u)\n", what, blockIdx.x, blockIdx.y, threadIdx.x);
@@ -291,6 +292,7 @@ struct Buffer {
 };
 
 inline void answer(const Entry& e) {
+  alarm(PATIENCE);
   seed = number() * 2 + 1;
   const dim3 grid{unsigned(number()), unsigned(number()), 1};
   std::vector<uint64_t> arguments(number());

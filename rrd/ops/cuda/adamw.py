@@ -60,4 +60,4 @@ class Update:
                  self._rates, self._facts)
         n = self._buffers[0].numel()
         self._go("rrd_adamw_update", (-(-n // BLOCK),), *self._buffers, n, self._ends, self._rates, self._facts,
-                 self._groups, beta2, 1.0 - beta1, 1.0 - beta2, self.eps)
+                 beta2, 1.0 - beta1, 1.0 - beta2, self.eps)

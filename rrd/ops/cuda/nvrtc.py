@@ -30,9 +30,10 @@ class NoKernels(RrdError):
 
 @dataclass(frozen=True)
 class Built:
-    """A cubin, and what ptxas said of it."""
+    """A cubin, the PTX it was made of, and what ptxas said."""
 
     cubin: bytes
+    ptx: str
     log: str
 
 
@@ -91,7 +92,8 @@ class Nvrtc:
             except NoKernels as e:
                 words = one_line(self._text(program, "ProgramLog"), 500)
                 raise NoKernels(f"{file} does not compile for {arch} by {self}: {words or e.message}") from e
-            return Built(self._bytes(program, "CUBIN"), self._text(program, "ProgramLog"))
+            return Built(self._bytes(program, "CUBIN"), self._text(program, "PTX"),
+                         self._text(program, "ProgramLog"))
         finally:
             self._library.nvrtcDestroyProgram(ctypes.byref(program))
 

@@ -55,6 +55,8 @@ class Die:
     """How long it was, or is, fenced; longer each time it happens again before the die has worked for as long."""
     returned_at: float = 0.0
     """Monotonic time of its last return from a fence."""
+    without_kernels: str = ""
+    """Why its worker has no compiled kernels, once a job wanted some."""
     refusal: str = ""
     """Why the gate did not grant it last time; empty after a grant."""
 
@@ -84,7 +86,7 @@ class Die:
             self.worker, self.restarts = worker, self.restarts + 1
             ready = await self.worker.ask(None, Ready, patience=lambda: START_PATIENCE)
             assert isinstance(ready, Ready)
-            self.ready = ready
+            self.ready, self.without_kernels = ready, ""
         if not self.worker.alive:
             raise WorkerGone(self.worker.end)
         return self.worker
@@ -93,6 +95,8 @@ class Die:
         """What a report says about the die itself."""
         if isinstance(report, Loaded | VisitDone) and report.memory_bytes is not None:
             self.held_bytes = report.memory_bytes
+        if isinstance(report, Loaded) and report.without_kernels:
+            self.without_kernels = report.without_kernels
 
     async def stop(self) -> None:
         """End its worker, after what it still writes."""
@@ -146,7 +150,8 @@ class Die:
             refusals=self.refusals, retry_at=retry_at, model=ready.model if ready else "",
             uuid=ready.uuid if ready else "", pci_bus_id=ready.pci_bus_id if ready else "",
             memory_bytes=machine_bytes() if self.spec.device == "cpu" else ready.memory_bytes if ready else None,
-            memory_used_bytes=self.held_bytes if self.alive else None)
+            memory_used_bytes=self.held_bytes if self.alive else None,
+            without_kernels=self.without_kernels if self.alive else "")
 
 
 @cache

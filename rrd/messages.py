@@ -171,6 +171,8 @@ class Loaded(Message):
     skipped: int = 0
     evaluated: int | None = None
     """The step of the newest held-out loss, -1 for none yet; None without held-out data."""
+    without_kernels: Sentence = ""
+    """Why torch computes what there are compiled kernels for; empty where it does not."""
     recomputes: bool = False
     most_parts: int = 1
     """What the job can do about a want of memory: see ``rrd.savings.climb``."""

@@ -100,6 +100,8 @@ class DieView(BaseModel):
     pci_bus_id: str = ""
     memory_bytes: int | None = None
     """Of a card its own, of a CPU die the machine's."""
+    without_kernels: str = ""
+    """Why torch computes there what there are compiled kernels for; empty where it does not, or no job asked."""
     memory_used_bytes: int | None = None
     """What the die's worker holds of it, as it last told; None without a worker."""
 

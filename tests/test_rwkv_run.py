@@ -77,3 +77,26 @@ def test_killed_and_in_pieces_it_gives_the_same_bytes(tmp_path: Path) -> None:
             lines = (b.state / "jobs" / "job" / "history.jsonl").read_text().splitlines()
             assert [json.loads(line)["step"] for line in lines] == list(range(1, 31))
     assert digests[0] == digests[1]
+
+
+def test_without_a_compiler_it_trains_and_says_so_and_goes_on_so_when_there_is_one(tmp_path: Path) -> None:
+    """The same job with torch's operations: said by `rrd dies` and the log. With kernels at hand it goes on without."""
+    make_rwkv(tmp_path / "rwkv7")
+    why = "RWKV runs on torch's operations, at half the speed"
+    with box(tmp_path / "box", "cpu_dies = 1\n") as b:
+        b.start(CXX="", PATH=str(tmp_path))
+        write_job(b.jobs_dir, "job", **toy_keys(tmp_path, model=str(tmp_path / "rwkv7"), max_steps=10_000))
+        b.wait_job("job", lambda j: j.step >= 3)
+        rrd = [sys.executable, "-m", "rrd", "dies", "-c", str(b.config)]
+        dies = subprocess.run(rrd, capture_output=True, text=True, check=True).stdout
+        assert f"{why}: no C++ compiler is installed" in " ".join(dies.split())
+        assert f"job: {why}: no C++ compiler is installed" in b.tail()
+        assert b.stop() == 0
+        bring_kernels(b.root / "cache")
+        b.start()
+        b.wait_job("job", lambda j: j.loaded_at is not None)
+        assert "resumed from step" in b.tail()
+        if native.kernels() is not None:
+            assert f"job: {why}: so the job began" in b.tail()
+        s = b.snapshot()
+        assert s and not s.dies[0].without_kernels

@@ -129,7 +129,8 @@ def _die_row(d: DieView, now: float, full: bool) -> Row:
         cells += [str(d.worker_pid or "-"), size(d.memory_bytes), str(d.restarts), str(d.refusals), d.model,
                   d.pci_bus_id, d.uuid]
     retry = f"next try in {duration(max(1.0, d.retry_at - now))}" if d.retry_at is not None else ""
-    return Row([one_line(c, 100) for c in cells], _DIE_COLOR.get(d.state), "; ".join(filter(None, (d.why, retry))))
+    notes = (d.why, retry, d.without_kernels if full else "")
+    return Row([one_line(c, 100) for c in cells], _DIE_COLOR.get(d.state), "; ".join(filter(None, notes)))
 
 
 # ---- one job -----------------------------------------------------------------------------------------------------

@@ -62,6 +62,9 @@ class CausalLM(nn.Module):
         """
         return ""
 
+    without_kernels = ""
+    """After ``make_ready``: why torch computes what there are compiled kernels for; empty where it does not."""
+
     @property
     def kernels(self) -> str:
         """Names the compiled kernels that decide the numbers; empty where only torch does."""

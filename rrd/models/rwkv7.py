@@ -57,11 +57,14 @@ class RwkvLM(CausalLM):
         if self.head_weight.device.type != "cpu":
             return ""
         native.use(cache_dir, alive)
+        if why := native.why_not():
+            self.without_kernels = f"RWKV runs on torch's operations, at half the speed: {why}"
         if before == TORCH:
             for module in self.modules():
                 if isinstance(module, (TimeMix, ChannelMix, LayerNorm)):
                     module.plain = True
-        return f"RWKV runs on torch's operations, at half the speed: {why}" if (why := native.why_not()) else ""
+            return self.without_kernels or "RWKV runs on torch's operations, at half the speed: so the job began"
+        return self.without_kernels
 
     @property
     def kernels(self) -> str:

@@ -161,7 +161,8 @@ class Loop:
             job=order.job, step=r.trainer.step, tokens=r.trainer.tokens, samples=len(r.trainer.data),
             seconds=time.monotonic() - start, resumed=r.resumed, fallbacks=r.fallbacks, notes=r.notes,
             memory_bytes=held_bytes(self.device), skipped=r.trainer.skipped, evaluated=r.trainer.evaluated,
-            recomputes=r.trainer.recomputes, most_parts=r.trainer.most_parts))
+            recomputes=r.trainer.recomputes, most_parts=r.trainer.most_parts,
+            without_kernels=r.trainer.model.without_kernels))
 
     def _visit(self, order: Run) -> None:
         """Steps, and evaluations where due, until the order is filled, the job is done, or another order waits; then,

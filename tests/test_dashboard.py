@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import re
 import runpy
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from npm import installed
 from test_alerts import exported
 
 ETC = Path(__file__).parent.parent / "etc" / "grafana"
@@ -60,19 +60,8 @@ def test_provisioning_finds_the_dashboard_and_a_source() -> None:
 
 @pytest.fixture(scope="module")
 def modules(request: pytest.FixtureRequest) -> Path:
-    """@grafana/schema and the TypeScript compiler, installed once and kept in pytest's cache."""
-    if shutil.which("node") is None or shutil.which("npm") is None:
-        pytest.skip("node and npm are not installed (apt install nodejs npm): the dashboard's types were not checked")
-    home: Path = request.config.cache.mkdir("grafana-schema")  # type: ignore[union-attr]
-    wanted = (HERE / "package.json").read_text()
-    if not (home / "done").exists() or (home / "done").read_text() != wanted:
-        shutil.copy(HERE / "package.json", home)
-        run = subprocess.run(["npm", "install", "--no-audit", "--no-fund", "--ignore-scripts", "--no-package-lock"],
-                             cwd=home, capture_output=True, text=True, timeout=240)
-        if run.returncode != 0:
-            pytest.skip(f"@grafana/schema cannot be had from npm: {run.stderr.strip()[-300:]}")
-        (home / "done").write_text(wanted)
-    return home
+    """@grafana/schema and the TypeScript compiler."""
+    return installed(request, HERE / "package.json", "the types of the dashboard")
 
 
 def compiled(home: Path, dashboard: dict[str, Any]) -> str:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from chromium import Browser, browser, needs_chromium
+from npm import installed
 from stage import HOSTILE, Stage, a_busy_box, job, snapshot, stage
 
 from rrd import web
@@ -320,6 +321,21 @@ class TestInChromium:
             chrome.eval("getSelection().removeAllRanges()")
             s.snapshot = snapshot(job("a", step=903), job("b", step=904))
             chrome.wait("document.getElementById('job:a').innerText.includes('903')")
+
+    def test_it_is_fit_for_keyboards_and_screen_readers(self, chrome: Browser, request: pytest.FixtureRequest) -> None:
+        """By the rules of axe-core: names, roles, order, contrast; WCAG 2.1 A and AA, and good practice."""
+        home = installed(request, Path(__file__).parent / "axe" / "package.json", "the fitness for screen readers")
+        axe = (home / "node_modules" / "axe-core" / "axe.min.js").read_text()
+        rules = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "best-practice"]
+        with stage(a_busy_box()) as s:
+            for width, dark in ((1280, False), (1280, True), (390, False), (390, True)):
+                live(s, chrome, width, dark=dark)
+                chrome.eval(axe + ";1")
+                chrome.eval(f"""axe.run(document, {{runOnly: {rules}}}).then((found) => {{
+                    window.found = found.violations.map((v) => [v.id, v.nodes[0].html, v.nodes[0].failureSummary]);
+                    window.passed = found.passes.length; }}); 1""")
+                chrome.wait("!!window.found")
+                assert chrome.eval("window.found") == [] and chrome.eval("window.passed") > 20, (width, dark)
 
     @pytest.mark.parametrize("width", [320, 390, 768, 1024, 1280, 2560])
     def test_nothing_sticks_out_at_any_width(self, chrome: Browser, width: int) -> None:

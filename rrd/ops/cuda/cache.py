@@ -51,7 +51,10 @@ def build(source: Source, arch: str, directory: Path, *, driver: int | None = No
     """Make it and keep it in ``directory``, while others wait. Raises as ``cubin``."""
     compiler = nvrtc.find(arch, driver)
     file = directory / f"{_stem(source, arch)}{_of(compiler)}-{_key(source)}.cubin"
-    durable.make_dir(directory)
+    try:
+        durable.make_dir(directory)
+    except OSError as e:
+        raise durable.trouble(e, directory) from e
     with durable.lock_when_free(directory / "lock", what="the kernels' build", alive=alive, seconds=SECONDS):
         if (data := _read(file, arch)) is not None:
             return data  # by another worker, meanwhile

@@ -42,7 +42,6 @@ class Die:
 
     def __init__(self, device: torch.device, driver: Driver, *, arch: str, name: str, cache_dir: Path,
                  alive: Callable[[], None] = lambda: None) -> None:
-        assert device.index is not None
         self.device, self.arch, self.name = device, arch, name
         self._driver, self._cache_dir, self._alive = driver, cache_dir, alive
         self._modules: dict[str, ctypes.c_void_p] = {}
@@ -68,16 +67,17 @@ class Die:
             kernel, function = self._functions.get(name) or self._function(name)
             arguments = pack(kernel, args, self.device)
             self._driver.enter(self._index)
-            stream = torch.cuda.current_stream(self.device).cuda_stream
-            self._driver.launch(function, grid, kernel.threads, stream, arguments)
+            self._driver.launch(function, grid, kernel.threads, self._stream(), arguments)
         except DriverError as e:
             raise KernelFailed(f"{name} on {self.name} ({self.arch}), grid {grid}, of {_described(args)}: {e.message}"
                                ) from e
 
+    def _stream(self) -> int:
+        return int(torch.cuda.current_stream(self.device).cuda_stream)
+
     @property
     def _index(self) -> int:
-        assert self.device.index is not None
-        return self.device.index
+        return self.device.index or 0
 
     def _function(self, name: str) -> tuple[Kernel, ctypes.c_void_p]:
         kernel = sources.kernel(name)

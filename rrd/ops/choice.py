@@ -1,0 +1,101 @@
+"""Which implementation of an op a die uses: one table, and what stands in the way of its choice.
+
+"kernel" is ``kernels/*.cu`` (``rrd.ops.cuda``), "torch" torch's operations and, on CPU dies, our compiled ones,
+"reference" the plain form of ``rrd.ops.reference``. All give the same numbers to rounding, and the same checkpoints.
+
+``RRD_OPS``, such as ``wkv7=torch,int8=reference``, overrules the table in this process: to find out which op is wrong.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Literal, NamedTuple, get_args
+
+import torch
+
+from rrd.errors import RrdError
+from rrd.ops.cuda import check, launch
+from rrd.ops.cuda.launch import Die
+
+Choice = Literal["reference", "torch", "kernel"]
+
+
+class Row(NamedTuple):
+    """What an op uses: on CPUs; on dies before Volta (sm_37, sm_61), whose products are fp32; on Volta and newer."""
+
+    cpu: Choice
+    old: Choice
+    new: Choice
+
+
+TABLE: dict[str, Row] = {
+    "wkv7": Row("torch", "kernel", "kernel"),
+    "int8": Row("torch", "kernel", "torch"),  # tensor cores, and a BLAS that is made for these dies
+    "adamw": Row("torch", "kernel", "kernel"),
+    "xent": Row("torch", "kernel", "kernel"),
+    "pack": Row("torch", "kernel", "kernel"),
+}
+VOLTA = 70
+
+_failed: dict[tuple[str, int], str] = {}
+_checked: set[tuple[str, int]] = set()
+
+
+def choose(op: str, device: torch.device) -> Choice:
+    """What ``op`` uses on ``device``: the table's choice, or torch where that cannot be had (``why_not``)."""
+    wanted = wished(op, device)
+    return "torch" if wanted == "kernel" and launcher(op, device) is None else wanted
+
+
+def wished(op: str, device: torch.device) -> Choice:
+    """What the table says, or ``RRD_OPS``, whether it can be had or not."""
+    if (asked := _asked().get(op)) is not None:
+        return asked
+    row = TABLE[op]
+    if device.type != "cuda":
+        return row.cpu
+    major, minor = torch.cuda.get_device_capability(device)
+    return row.old if 10 * major + minor < VOLTA else row.new
+
+
+def launcher(op: str, device: torch.device) -> Die | None:
+    """What runs ``op``'s kernels on ``device``; None where torch's ops do: by the table, or because of ``why_not``.
+
+    The first to ask waits for the build and for a small check against the reference: kernels that do not compute what
+    they should are not used.
+    """
+    if device.type != "cuda" or wished(op, device) != "kernel":
+        return None
+    die = launch.launcher(device)
+    if die is None:
+        return None
+    key = op, die.device.index or 0
+    if key not in _checked:
+        _checked.add(key)
+        try:
+            die.load(op)
+            check.check(op, die, die.device)
+        except RrdError as e:
+            _failed[key] = e.message
+    return None if key in _failed else die
+
+
+def why_not(op: str, device: torch.device) -> str:
+    """Why ``op`` has no kernel on ``device`` though the table says so; empty where it has."""
+    if device.type != "cuda" or wished(op, device) != "kernel" or launcher(op, device) is not None:
+        return ""
+    die = launch.launcher(device)
+    return launch.why_not(device) if die is None else _failed[op, die.device.index or 0]
+
+
+@functools.cache
+def _asked() -> dict[str, Choice]:
+    asked: dict[str, Choice] = {}
+    for part in filter(None, os.environ.get("RRD_OPS", "").split(",")):
+        op, _, choice = part.partition("=")
+        if op not in TABLE or choice not in get_args(Choice):
+            raise RrdError(f"RRD_OPS: {part!r} is no op and choice",
+                           hint=f"ops: {', '.join(TABLE)}; choices: {', '.join(get_args(Choice))}")
+        asked[op] = choice  # type: ignore[assignment]  # one of them, as was just seen
+    return asked

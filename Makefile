@@ -26,7 +26,7 @@ demo-clean:
 
 # The figures of docs/benchmarks.md. About an hour; the box should have nothing else to do.
 bench: $(VENV)/.done
-	@for b in daemon rotation aggregate train rwkv; do $(BIN)/python tests/bench/bench_$$b.py || exit 1; done
+	@for b in daemon rotation aggregate train rwkv tokenize; do $(BIN)/python tests/bench/bench_$$b.py || exit 1; done
 
 # Everything: lint, types, floors, tests. One thread each: the tests bring their own side-by-side.
 TESTS ?= tests

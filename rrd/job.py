@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rrd import job_keys, toml
 from rrd.errors import BadJob
-from rrd.job_keys import MAX_STEPS, AbsPath, Betas, Cadence, Die, Names, Quantize, Ranks, StepsOrAuto, parse_duration
+from rrd.job_keys import MAX_STEPS, AbsPath, Alphas, Betas, Cadence, Die, Names, Quantize, Ranks, StepsOrAuto, parse_duration
 from rrd.text import one_line
 from rrd.toml import Fault, show
 
@@ -45,7 +45,9 @@ PLACE_KEYS = frozenset({"die"})
 RESTART_KEYS = frozenset({"output", "eval_data", "export_merged", "resume", "tensorboard"})
 """Keys that ``rrd restart`` takes over while carrying on from the checkpoint: no training step depends on them."""
 
-PATH_KEYS = ("model", "data", "output", "tokenizer", "eval_data")
+INPUT_KEYS = ("model", "data", "tokenizer", "eval_data", "init_adapter")
+"""Keys that name what a job reads."""
+PATH_KEYS = (*INPUT_KEYS, "output")
 
 Steps = Annotated[int, Field(ge=1, le=MAX_STEPS)]
 
@@ -60,7 +62,7 @@ class JobSpec(BaseModel):
     model: AbsPath
     """Base model: a directory with safetensors files, and `config.json` where the family has one; or one such file."""
     data: AbsPath
-    """Training data: a `.jsonl` or `.txt` file."""
+    """Training data: a `.jsonl`, `.txt` or `.parquet` file."""
     output: AbsPath | None = None
     """Directory for the finished adapter; left out: `adapters/<job>` below rrd's state directory."""
     die: Die = "auto"
@@ -80,8 +82,12 @@ class JobSpec(BaseModel):
     """Names of the linear modules to adapt; left out: all linears of the blocks."""
     lora_ranks: Ranks = {}
     """Another rank for some modules, such as `{q_proj = 64}`."""
+    lora_alphas: Alphas = {}
+    """Another alpha for some modules, such as `{q_proj = 32}`."""
     lora_rs: bool = False
     """Rank-stabilized LoRA: scale by alpha / sqrt(rank) in place of alpha / rank."""
+    init_adapter: AbsPath | None = None
+    """Directory of an adapter in PEFT's layout to start from, with the targets, ranks and alphas of this job."""
 
     lr: float = Field(default=2e-4, gt=0, le=10)
     """Learning rate after warm-up."""
@@ -164,6 +170,8 @@ class JobSpec(BaseModel):
         if self.method == "full" and self.quantize:
             raise Fault('needs frozen weights, which method = "full" has not', key="quantize",
                         hint='use method = "lora", or leave quantize out')
+        if self.method == "full" and self.init_adapter:
+            raise Fault('needs method = "lora"', key="init_adapter", hint="leave it out, or merge it into the model")
         if self.eval_every is not None and self.eval_data is None:
             raise Fault("needs `eval_data`", key="eval_every", hint="name a held-out data file, or leave it out")
         return self
@@ -292,10 +300,9 @@ def check_paths(job_id: str, spec: JobSpec, config: Config) -> None:
 
     Whether they exist is not asked: a model may come later, and the job waits for it.
     """
-    for key, roots in (("model", config.model_roots), ("tokenizer", config.model_roots), ("data", config.data_roots),
-                       ("eval_data", config.data_roots)):
+    for key in INPUT_KEYS:
         if path := getattr(spec, key):
-            _check_input(key, path, roots)
+            _check_input(key, path, config.data_roots if key.endswith("data") else config.model_roots)
     _check_output(job_id, spec, config)
 
 
@@ -308,7 +315,7 @@ def _check_input(key: str, path: str, roots: tuple[Path, ...]) -> None:
         raise BadJob(f"`model` must be a directory or a .safetensors file, not {show(path)}", key=key,
                      hint="name the directory with config.json and *.safetensors")
     if roots and not any(real.is_relative_to(os.path.realpath(root)) for root in roots):
-        which = "model_roots" if key in {"model", "tokenizer"} else "data_roots"
+        which = "data_roots" if key.endswith("data") else "model_roots"
         raise BadJob(f"`{key}` lies outside {which}: {show(str(real))}", key=key,
                      hint="move it below one of " + ", ".join(map(str, roots)) + ", or have rrd.toml changed")
 
@@ -324,7 +331,7 @@ def _check_output(job_id: str, spec: JobSpec, config: Config) -> None:
     if config.output_root and not out.is_relative_to(os.path.realpath(config.output_root)):
         raise BadJob(f"`output` lies outside output_root: {shown}", key="output",
                      hint=f"choose a directory below {config.output_root}, or have rrd.toml changed")
-    held = [p for p in (spec.model, spec.data, spec.tokenizer, spec.eval_data, str(config.adapters_dir)) if p]
+    held = [p for key in INPUT_KEYS if (p := getattr(spec, key))] + [str(config.adapters_dir)]
     own = (config.state_dir, config.cache_dir, config.run_dir, config.jobs_dir)
     if any(_real("output", str(p)).is_relative_to(out) for p in (*held, *own)):
         raise BadJob(f"`output` holds other things that the export would replace: {shown}", key="output",

@@ -20,7 +20,8 @@ MAX_STEPS = 10**9
 ALIASES = {
     "learning_rate": "lr", "batch": "batch_size", "per_device_train_batch_size": "batch_size",
     "micro_batch_size": "batch_size", "rank": "lora_rank", "r": "lora_rank", "lora_r": "lora_rank",
-    "alpha": "lora_alpha", "dropout": "lora_dropout", "target_modules": "lora_targets", "use_rslora": "lora_rs",
+    "alpha": "lora_alpha", "dropout": "lora_dropout", "target_modules": "lora_targets", "use_rslora": "lora_rs", "rank_pattern": "lora_ranks", "alpha_pattern": "lora_alphas",
+    "adapter": "init_adapter", "resume_adapter": "init_adapter", "peft_adapter": "init_adapter",
     "accumulation": "grad_accum", "gradient_accumulation": "grad_accum", "gradient_accumulation_steps": "grad_accum",
     "max_seq_len": "seq_len", "max_seq_length": "seq_len", "max_length": "seq_len", "context": "seq_len",
     "context_length": "seq_len", "ctx_len": "seq_len", "dataset": "data", "train_data": "data", "base_model": "model",
@@ -116,6 +117,16 @@ def _ranks(value: object) -> object:
     return dict(value)
 
 
+def _alphas(value: object) -> object:
+    if not isinstance(value, Mapping):
+        return value
+    for name, alpha in value.items():
+        _names([name])
+        if not isinstance(alpha, (int, float)) or isinstance(alpha, bool) or not 0 < alpha <= 1e6:
+            raise Fault(f"must give an alpha above 0 for each module, not {show(alpha)} for {show(name)}")
+    return {name: float(alpha) for name, alpha in value.items()}
+
+
 def _betas(value: object) -> object:
     if not isinstance(value, (list, tuple)):
         return value
@@ -139,4 +150,5 @@ Quantize = Annotated[bool | Literal["int8"], PlainValidator(_quantize),
                      _schema({"type": "boolean"}, {"const": "int8"})]
 Names = Annotated[tuple[str, ...], BeforeValidator(_names)]
 Ranks = Annotated[dict[str, int], BeforeValidator(_ranks)]
+Alphas = Annotated[dict[str, float], BeforeValidator(_alphas)]
 Betas = Annotated[tuple[float, float], BeforeValidator(_betas)]

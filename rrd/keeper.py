@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rrd import checkpoint, durable
 from rrd.errors import RrdError
-from rrd.job import JobSpec, to_toml
+from rrd.job import INPUT_KEYS, JobSpec, to_toml
 from rrd.ledger import Ledger
 from rrd.roster import Job
 
@@ -87,7 +87,7 @@ def set_aside(job_dir: Path) -> None:
 
 def facts_of(spec: JobSpec) -> str:
     """Sizes, times and rights of the files a job depends on: when they change, a failed job is worth another try."""
-    named = [Path(name) for name in (spec.model, spec.data, spec.tokenizer, spec.eval_data) if name]
+    named = [Path(name) for key in INPUT_KEYS if (name := getattr(spec, key))]
     return "; ".join(_fact(file) for path in named for file in (path, *_inside(path)))[:4000]
 
 

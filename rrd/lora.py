@@ -25,6 +25,7 @@ def attach(
     dropout: float = 0.0,
     rs: bool = False,
     ranks: Mapping[str, int] | None = None,
+    alphas: Mapping[str, float] | None = None,
     seed: int = 0,
 ) -> list[tuple[str, nn.Parameter]]:
     """Give every linear module of ``model`` whose last path component is in ``targets`` an adapter.
@@ -33,21 +34,22 @@ def attach(
     ``base_model.model.``, such as ``model.layers.0.self_attn.q_proj.lora_A.weight`` [r, in] and ``….lora_B.weight``
     [out, r]. A is kaiming-uniform(sqrt 5) from a generator seeded by (``seed``, name), B is zero.
 
-    ``alpha`` None means 2 x rank, of each module's own rank; ``ranks`` overrides the rank by last path component;
+    ``alpha`` None means 2 x rank, of each module's own rank; ``ranks`` and ``alphas`` override both by last path component;
     ``rs`` divides alpha by sqrt(rank) (rsLoRA, Kalajdzievski, 2023) instead of rank.
 
     Raises:
         BadJob: a target that is no linear module of the model.
     """
     found = [(n, m) for n, m in model.named_modules() if isinstance(m, Linear) and _leaf(n) in set(targets)]
-    missing = [t for t in (*targets, *(ranks or {})) if t not in {_leaf(n) for n, _ in found}]
+    missing = [t for t in (*targets, *(ranks or {}), *(alphas or {})) if t not in {_leaf(n) for n, _ in found}]
     if missing or not found:
         known = sorted({_leaf(n) for n, m in model.named_modules() if isinstance(m, Linear)})
         raise BadJob(f"the model has no linear module {missing[0]!r}" if missing else "lora_targets is empty",
                      key="lora_targets", hint="it has " + ", ".join(known))
     for name, module in found:
         r = (ranks or {}).get(_leaf(name), rank)
-        scale = (2 * r if alpha is None else alpha) / (math.sqrt(r) if rs else r)
+        own = (alphas or {}).get(_leaf(name), 2 * r if alpha is None else alpha)
+        scale = own / (math.sqrt(r) if rs else r)
         module.lora = _new(module, name, r, scale=scale, dropout=dropout, seed=seed)
     moved()
     return _in_order(found)

@@ -174,9 +174,11 @@ def outputs(p: Patient) -> Iterator[Finding]:
 
 def inputs(p: Patient) -> Iterator[Finding]:
     """Whether the models and data that jobs name are there, and visible to the daemon."""
+    from rrd.job import INPUT_KEYS
+
     reader, seen, trouble = _reader(p), set(), False
     for job, spec in p.jobs.items():
-        for key in ("model", "data", "tokenizer", "eval_data"):
+        for key in INPUT_KEYS:
             name = getattr(spec, key)
             if not name or name in seen:
                 continue

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,14 +48,17 @@ class AdapterSpec:
     dropout: float = 0.0
     fan_in_fan_out: bool = False
     """Whether the base stores its linears [in, out], as GPT-2 does."""
+    alphas: Mapping[str, float] = field(default_factory=dict)
+    """Alphas other than ``alpha``, by last path component."""
 
     @staticmethod
     def of(spec: JobSpec) -> AdapterSpec:
         return AdapterSpec(spec.model, spec.lora_rank, spec.alpha, spec.lora_rs, spec.lora_dropout,
-                           _fan_in_fan_out(Path(spec.model)))
+                           _fan_in_fan_out(Path(spec.model)), spec.lora_alphas)
 
-    def scale(self, rank: int) -> float:
-        return self.alpha / (rank**0.5 if self.rs else rank)
+    def scale(self, path: str, rank: int) -> float:
+        """What B A of the module at ``path`` is multiplied by."""
+        return self.alphas.get(_leaf(path), self.alpha) / (rank**0.5 if self.rs else rank)
 
 
 def export(trainer: Trainer, output: str | Path, *, alive: Alive = lambda *_: None) -> list[str]:
@@ -127,7 +130,7 @@ def ranks(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 def updates(tensors: Mapping[str, Tensor], spec: AdapterSpec) -> dict[str, whole.Update]:
     """What the adapter adds to each weight of the model, by the weight's name."""
-    return {f"{path}.weight": whole.Update(tensors[path + A], tensors[path + B], spec.scale(rank))
+    return {f"{path}.weight": whole.Update(tensors[path + A], tensors[path + B], spec.scale(path, rank))
             for path, rank in ranks(tensors).items()}
 
 
@@ -139,7 +142,7 @@ def peft_config(tensors: Mapping[str, Tensor], spec: AdapterSpec) -> dict[str, A
         "r": spec.rank, "lora_alpha": int(spec.alpha) if spec.alpha == int(spec.alpha) else spec.alpha,
         "lora_dropout": spec.dropout, "use_rslora": spec.rs, "bias": "none", "fan_in_fan_out": spec.fan_in_fan_out,
         "init_lora_weights": True, "modules_to_save": None, "target_modules": sorted({_leaf(p) for p in found}),
-        "rank_pattern": _rank_pattern(found, spec.rank), "alpha_pattern": {},
+        "rank_pattern": _rank_pattern(found, spec.rank), "alpha_pattern": dict(sorted(spec.alphas.items())),
     }
 
 

@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections import deque
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -22,6 +23,7 @@ from rrd.models import Base, build
 from rrd.models.registry import Recipe, facts_of, lora_targets_of, recipe_of
 from rrd.optim.adamw import AdamW, matrices_decay
 from rrd.savings import Rung, in_force
+from rrd.train import start
 from rrd.train.data import Dataset
 from rrd.train.schedule import lr_at
 from rrd.train.state import FORMAT, machine_facts
@@ -37,6 +39,8 @@ class Trainer:
     def __init__(self, spec: JobSpec, base: Base, data: Dataset, held_out: Dataset | None, *, threads: int) -> None:
         self.spec, self.base, self.data, self.held_out, self.threads = spec, base, data, held_out, threads
         self.model = build(base)
+        self.began_as = ""
+        """The digest of the adapter that training began from; empty for a new one."""
         if spec.chunk_len is not None:
             self._limit(spec.chunk_len)
         self.named = self._trainable()
@@ -63,8 +67,11 @@ class Trainer:
         if spec.method == "full":
             return list(self.model.named_parameters())
         targets = spec.lora_targets or lora_targets_of(self.base.family, self.base.config)
-        return attach(self.model, targets=targets, rank=spec.lora_rank, alpha=spec.alpha,
-                      dropout=spec.lora_dropout, rs=spec.lora_rs, ranks=spec.lora_ranks, seed=spec.seed)
+        named = attach(self.model, targets=targets, rank=spec.lora_rank, alpha=spec.alpha, dropout=spec.lora_dropout,
+                       rs=spec.lora_rs, ranks=spec.lora_ranks, alphas=spec.lora_alphas, seed=spec.seed)
+        if spec.init_adapter:
+            self.began_as = start.fill(named, Path(spec.init_adapter))
+        return named
 
     @property
     def device(self) -> torch.device:
@@ -139,9 +146,10 @@ class Trainer:
     def identity(self) -> dict[str, Any]:
         """What must be the same for a resumed run to give the same bits."""
         kernels = {"kernels": self.model.kernels} if self.model.kernels else {}
+        began = {"init_adapter": self.began_as} if self.began_as else {}
         return {"job": identity_keys(self.spec), "base": self.base.digest, "data": self.data.digest,
                 "dtype": _name(self.base.dtype), "compute": _name(self.base.compute), **facts_of(self.base.family),
-                **machine_facts(self.device, self.threads), **kernels}
+                **machine_facts(self.device, self.threads), **kernels, **began}
 
     def state(self, total: int, history_bytes: int) -> dict[str, Any]:
         """All of a checkpoint but the tensors."""

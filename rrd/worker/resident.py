@@ -22,8 +22,9 @@ from rrd.job import JobSpec
 from rrd.messages import Load
 from rrd.models import Base, dtypes, load_base
 from rrd.models.files import inspect
+from rrd.models.registry import lora_targets_of
 from rrd.safetensors_header import home_of
-from rrd.train import data
+from rrd.train import data, start
 from rrd.train.memory import Needs, estimate
 from rrd.train.publish import check_output
 from rrd.train.state import FORMAT, STATE, TENSORS, Staging, differences, restore
@@ -32,7 +33,7 @@ from rrd.worker.tensorboard import EventFile
 
 COMPATIBLE = '`resume = "compatible"` in the job file goes on all the same'
 
-PLACES = frozenset({"model", "data", "tokenizer", "eval_data"})
+PLACES = frozenset({"model", "data", "tokenizer", "eval_data", "init_adapter"})
 """Keys that say where something lies. What it is, its digest says: a job may move to another box, or directory."""
 
 Alive = Callable[[str, float], None]
@@ -102,6 +103,8 @@ def check(spec: JobSpec, output: Path) -> Needs:
     """
     files = inspect(Path(spec.model))
     check_output(output)
+    if spec.init_adapter:
+        start.check(Path(spec.init_adapter), spec, spec.lora_targets or lora_targets_of(files.family, files.config))
     stored = dtypes.OF_NAME.get(spec.dtype, torch.float32)  # "auto" is the die's to choose; assume the larger
     return estimate(spec, files, stored, cuda=torch.version.cuda is not None)
 

@@ -127,13 +127,13 @@ class Killer:
         b.wait_done(*SHAPES, seconds=PATIENCE)
         for name in SHAPES:
             at = b.state / "jobs" / name
-            self.row.wrong += [f"{name}: {fault}" for fault in _faults(at, self.steps)]
+            self.row.wrong += [f"{name}: {fault}" for fault in faults_of(at, self.steps)]
             if digest_of(b.state / "adapters" / name) != wanted[name]:
                 self.row.wrong.append(f"{name}: another adapter")
 
 
-def _faults(at: Path, steps: int) -> Iterator[str]:
-    """What the directory of a finished job tells of its past that must never be."""
+def faults_of(at: Path, steps: int, allowed: frozenset[str] = frozenset()) -> Iterator[str]:
+    """What the directory of a finished job tells of its past that must never be; ``allowed`` kinds of events may."""
     announced = 0
     for line in (at / "events.jsonl").read_text().splitlines():
         if not line.strip():
@@ -146,7 +146,7 @@ def _faults(at: Path, steps: int) -> Iterator[str]:
                 found = re.findall(r"resumed from step (\d+)", event["message"])
                 if int((found or [0])[0]) < announced:
                     yield f"step {announced} was announced, and then: {event['message']}"
-            elif event["kind"] in ("checkpoint_damaged", "failed", "ledger", "die_fenced"):
+            elif event["kind"] in {"checkpoint_damaged", "failed", "ledger", "die_fenced"} - allowed:
                 yield event["message"]
     history = [json.loads(line)["step"] for line in (at / "history.jsonl").open()]
     if history != list(range(1, steps + 1)):

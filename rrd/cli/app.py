@@ -33,6 +33,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "verify": ("checkpoints", "Check every byte of the checkpoints."),
     "export": ("checkpoints", "Write the adapter of a checkpoint to a directory."),
     "dies": ("status", "List lanes and dies."),
+    "build-kernels": ("build_kernels", "Compile the CUDA kernels ahead."),
     "bench": ("bench", "Measure this box's dies."),
     "reload": ("control", "Have the daemon read rrd.toml and the job files again."),
     "doctor": ("doctor", "Find what would break this box before it does."),

@@ -121,8 +121,13 @@ def find(arch: str, driver: int | None = None, *, paths: Iterable[Path] | None =
     if not fitting:
         have = ", ".join(str(lib) for lib in libraries) or "none is installed"
         raise NoKernels(f"no NVRTC that makes kernels for {arch}" + (f" under CUDA {driver}" if driver else "")
-                        + f" ({have})", hint="sm_35 to sm_61 want `pip install nvidia-cuda-nvrtc-cu11==11.8.89`")
+                        + f" ({have})", hint=_advice(arch))
     return max(fitting, key=lambda lib: lib.version)
+
+
+def _advice(arch: str) -> str:
+    old = int(arch.removeprefix("sm_")) < 75  # what CUDA 13 and 12 left behind
+    return f"pip install {'nvidia-cuda-nvrtc-cu11==11.8.89' if old else 'nvidia-cuda-nvrtc'} into rrd's environment"
 
 
 def _loaded(paths: Iterable[Path]) -> list[Nvrtc]:

@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN     = $(VENV)/bin
 
-.PHONY: demo demo-clean test test-oldest lint bench campaign deb clean
+.PHONY: demo demo-clean test test-oldest lint bench campaign soak deb clean
 .DELETE_ON_ERROR:
 
 $(VENV)/.done: pyproject.toml packaging/constraints.txt
@@ -70,6 +70,11 @@ deb: $(VENV)/.done
 	$(BIN)/python -m rrd.cli.manual $(DEB)/man packaging/bin/rrd-setup && rm -rf $(DEB)/build $(DEB)/*.egg-info
 	cd $(DEB) && dpkg-buildpackage --build=binary --no-sign >../build.log 2>&1 || { tail -30 ../build.log; exit 1; }
 	mv $(BUILD)/deb/*.deb $(BUILD)/ && ls $(BUILD)/*.deb
+
+# Twelve jobs among all faults, for MINUTES; memory and open files are watched.
+MINUTES ?= 40
+soak: $(VENV)/.done
+	OMP_NUM_THREADS=1 $(BIN)/python tests/campaign/soak.py --minutes $(MINUTES) $(ARGS)
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import itertools
@@ -14,9 +15,11 @@ from pathlib import Path
 
 import damage
 import pytest
-from cuts import FORGOTTEN, OPTIONS, Judge, faults, lives, real, some_commits, why_no_loop, without_digests
+from apart import apart
+from cuts import FORGOTTEN, OPTIONS, Judge, LoopDisk, faults, lives, real, some_commits, why_no_loop, without_digests
 from disks import FaultyDisk, RecordingDisk
 from saves import STATE, TENSORS, commit, expected, load, steps
+from table import Row
 
 from rrd import checkpoint, durable
 from rrd.checkpoint import MANIFEST, FutureFormat, Manifest
@@ -219,6 +222,36 @@ def test_a_disk_that_is_really_full_costs_only_the_attempt(
     (small_disk / "filler").unlink()
     checkpoint.verify(save(20))
     checkpoint.verify(kept)
+
+
+@pytest.mark.parametrize("what", ["no inodes", "read-only"])
+def test_a_real_disk_that_takes_nothing_costs_only_the_attempt(tmp_path: Path, what: str) -> None:
+    if why := why_no_loop(tmp_path):
+        pytest.skip(why)
+    row = apart(lambda: refused_by_a_real_disk(tmp_path / "box", what))
+    assert row.note.startswith("the disk is " + ("full" if what == "no inodes" else "read-only"))
+
+
+def refused_by_a_real_disk(root: Path, what: str) -> Row:
+    with LoopDisk(root, inodes=40) as disk:
+        (job_dir := disk.at / "job").mkdir()
+        kept = commit(job_dir, 10)
+        if what == "no inodes":
+            with contextlib.suppress(OSError):
+                for n in range(99):
+                    (disk.at / f"ballast{n}").touch()
+        else:
+            subprocess.run(["mount", "-o", "remount,ro", disk.at], check=True)
+        trouble = damage.attempt(job_dir, 20, durable.DISK)
+        assert trouble is not None and load(kept) == expected(10)
+        assert steps(job_dir) == [10]
+        if what == "no inodes":
+            for path in disk.at.glob("ballast*"):
+                path.unlink()
+        else:
+            subprocess.run(["mount", "-o", "remount,rw", disk.at], check=True)
+        assert load(commit(job_dir, 20)) == expected(20) and load(kept) == expected(10)
+        return Row("", note=trouble.message)
 
 
 def test_a_fault_of_our_own_leaves_nothing_either(job_dir: Path) -> None:

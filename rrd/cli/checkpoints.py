@@ -106,10 +106,13 @@ def _row(f: dict[str, object], now: float) -> show.Row:
 @click.argument("job", type=JOB)
 @click.argument("directory", metavar="DIR", type=click.Path(file_okay=False))
 @click.option("--merged", is_flag=True, help="The whole model with the adapter merged in.")
+@click.option("--format", "form", type=click.Choice(["peft", "rwkv"]), default="peft", show_default=True,
+              help="Names of the adapter's tensors: PEFT's, or those of RWKV's own tools.")
 @click.option("--step", type=click.IntRange(min=0), metavar="N", help="From the checkpoint of step N, not the newest.")
 @where
 @click.pass_context
-def export(ctx: click.Context, job: str, directory: str, merged: bool, step: int | None, where: Where) -> None:
+def export(ctx: click.Context, job: str, directory: str, merged: bool, form: str, step: int | None, where: Where
+           ) -> None:
     """Write the adapter of a checkpoint to DIR. The job may be running, finished or removed.
 
     What is in DIR already is replaced only if it is an earlier export.
@@ -117,7 +120,7 @@ def export(ctx: click.Context, job: str, directory: str, merged: bool, step: int
     source, out = job_dir(where.find(), job), Path(directory).absolute()
     _has_checkpoint(source, step)
     command = [sys.executable, "-m", "rrd.worker.export", str(source), str(out)]
-    command += ["--merged"] if merged else []
+    command += ["--merged"] if merged else ["--format", form] if form != "peft" else []
     command += ["--step", str(step)] if step is not None else []
     done = subprocess.run(command, env={**os.environ, "PYTHONWARNINGS": "ignore"}, check=False, text=True,
                           errors="backslashreplace", capture_output=True)

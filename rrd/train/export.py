@@ -20,7 +20,8 @@ from torch import Tensor
 from rrd.errors import BadJob, Damaged, RrdError
 from rrd.job import JobSpec
 from rrd.models import build
-from rrd.models.files import inspect
+from rrd.models.files import inspect, names_in_files
+from rrd.models.rwkv7 import Rwkv7
 from rrd.safetensors_header import Located, read_header
 from rrd.train import whole
 from rrd.train.publish import Publication
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 PREFIX, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 WEIGHTS, CONFIG, OLD_NAME = "adapter_model.safetensors", "adapter_config.json", "adapter.safetensors"
 MERGED = "merged/"
+RWKV_WEIGHTS, RWKV_A, RWKV_B = "rwkv_lora.safetensors", ".lora_A", ".lora_B"
 _PROBE = 32
 
 Alive = Callable[[str, float], None]
@@ -80,6 +82,7 @@ def export(trainer: Trainer, output: str | Path, *, alive: Alive = lambda *_: No
         if trainer.spec.export_merged:
             whole.add_merged(new, Path(spec.base), updates(tensors, spec), inside=MERGED,
                              alive=lambda share: alive("merging", share))
+            whole.check(new.path / MERGED, Path(spec.base), updates(tensors, spec))
         return notes + new.publish({"base": spec.base, "method": "lora", "step": trainer.step})
 
 
@@ -103,11 +106,36 @@ def export_adapter(tensors: Mapping[str, Tensor], output: Path, spec: AdapterSpe
         return new.publish({"base": spec.base, "method": "lora", "step": step})
 
 
+def export_rwkv(tensors: Mapping[str, Tensor], output: Path, spec: AdapterSpec, *, step: int) -> list[str]:
+    """Write an adapter as RWKV's own tools name it: ``blocks.0.att.key.lora_A`` [r, in] and ``.lora_B`` [out, r].
+
+    They merge ``lora_alpha / r * B A`` with one alpha for all (JL-er/RWKV-PEFT, merge.py): where a module's scale is
+    another, it is in its B. Raises BadJob where the base is no RWKV.
+    """
+    files = inspect(Path(spec.base))
+    if not isinstance(files.family, Rwkv7):
+        raise BadJob(f"{files.family.name} models have no format of RWKV's", hint="leave --format out")
+    named: dict[str, Tensor] = {}
+    for path, rank in ranks(tensors).items():
+        (weight,) = names_in_files(files.config, f"{path}.weight")
+        stem, share = weight.removesuffix(".weight"), spec.scale(path, rank) * rank / spec.alpha
+        named[stem + RWKV_A] = tensors[path + A]
+        named[stem + RWKV_B] = tensors[path + B] if share == 1.0 else tensors[path + B] * share
+    with Publication(output) as new:
+        chunks, size = stream(entry(n, t) for n, t in named.items())
+        new.add(RWKV_WEIGHTS, chunks, size=size)
+        new.add("README.md", [_rwkv_card(spec).encode()])
+        _check_file(new.path / RWKV_WEIGHTS, named, prefix="")
+        facts = {"base": spec.base, "method": "lora", "format": "rwkv", "lora_alpha": spec.alpha, "step": step}
+        return new.publish(facts)
+
+
 def export_merged(tensors: Mapping[str, Tensor], output: Path, spec: AdapterSpec, *, step: int,
                   alive: Alive = lambda *_: None) -> list[str]:
     """Write the whole model with the adapter merged in, in the names and types of its base."""
     with Publication(output) as new:
         whole.add_merged(new, Path(spec.base), updates(tensors, spec), alive=lambda share: alive("merging", share))
+        whole.check(new.path, Path(spec.base), updates(tensors, spec))
         return new.publish({"base": spec.base, "method": "merged", "step": step})
 
 
@@ -116,7 +144,7 @@ def export_full(tensors: Mapping[str, Tensor], output: Path, model: str, *, step
     """Write a fully trained model: ``tensors`` in the names and types of the model it began as."""
     with Publication(output) as new:
         changed = whole.add_trained(new, Path(model), tensors, alive=lambda share: alive("exporting", share))
-        read_header(new.path / whole.WEIGHTS)
+        whole.check(new.path, Path(model), {})
         notes = [] if changed else ["the model is still what it was before training"]
         return notes + new.publish({"base": model, "method": "full", "step": step})
 
@@ -185,11 +213,26 @@ model = PeftModel.from_pretrained(model, ".")  # this directory
 """
 
 
+def _rwkv_card(spec: AdapterSpec) -> str:
+    return f"""A LoRA adapter trained by rrd, in the names of RWKV's own tools. Base: {json.dumps(spec.base)}.
+
+To merge it: W + lora_alpha / r * lora_B @ lora_A for each weight W, with lora_alpha = {spec.alpha:g} and r the first
+axis of lora_A. Tools that read .pth want it converted:
+
+```python
+import torch
+from safetensors.torch import load_file
+
+torch.save(load_file("{RWKV_WEIGHTS}"), "rwkv_lora.pth")
+```
+"""
+
+
 def _not_finite(what: str) -> RrdError:
     return RrdError(f"{what} infinite or no number: it is not exported", hint="lower lr, and train again")
 
 
-def _check_file(file: Path, tensors: Mapping[str, Tensor]) -> None:
+def _check_file(file: Path, tensors: Mapping[str, Tensor], *, prefix: str = PREFIX) -> None:
     """Whether the file reads back as exactly these tensors, one at a time, and all of them are numbers.
 
     Raises:
@@ -197,10 +240,10 @@ def _check_file(file: Path, tensors: Mapping[str, Tensor]) -> None:
         RrdError: a tensor is not finite. (The output alone would not tell: torch's attention on CPUs hides a NaN.)
     """
     found = read_header(file).tensors
-    if found.keys() != {PREFIX + n for n in tensors}:
+    if found.keys() != {prefix + n for n in tensors}:
         raise Damaged(f"{file} does not hold the adapter's tensors")
     for name, tensor in tensors.items():
-        back = read_tensor(Located(file, found[PREFIX + name]))
+        back = read_tensor(Located(file, found[prefix + name]))
         if not torch.equal(back.view(torch.uint8), tensor.detach().cpu().contiguous().view(torch.uint8)):
             raise Damaged(f"{file} does not hold {name} as it was trained")
         if not torch.isfinite(back).all():

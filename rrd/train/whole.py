@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rrd.errors import BadJob
+from rrd.errors import BadJob, Damaged, RrdError
 from rrd.models.files import inspect, names_in_files
 from rrd.safetensors_header import Located, home_of, model_tensors, read_json
 from rrd.train.read import open_regular
@@ -51,6 +51,27 @@ def add_merged(new: Sealing, model_dir: Path, updates: Mapping[str, Update], *, 
             raise BadJob(f"the model has no tensor {name} in floats, which the adapter changes", file=str(model_dir),
                          hint="use the adapter beside its model instead of merging it")
     _add(new, model_dir, inside, found, lambda name, t: _merge(t, updates[name]) if name in updates else t, alive)
+
+
+def check(new: Path, model_dir: Path, updates: Mapping[str, Update]) -> None:
+    """Whether the model written to ``new`` loads as the one in ``model_dir`` did, with ``updates`` in it.
+
+    Raises:
+        Damaged: it has other tensors, or a weight (the first and the last that changed are read again) is another.
+        RrdError: merging has made a weight infinite.
+    """
+    found, before = model_tensors(new), model_tensors(model_dir)
+    updates = _as_stored(updates, inspect(model_dir).config)
+    inspect(new)
+    if {n: (t.info.dtype, t.info.shape) for n, t in found.items()} != {
+            n: (t.info.dtype, t.info.shape) for n, t in before.items()}:
+        raise Damaged(f"{new} does not hold the tensors of {model_dir}")
+    for name in {*list(updates)[:1], *list(updates)[-1:]}:
+        there = read_tensor(found[name])
+        if not torch.equal(there, _merge(read_tensor(before[name]), updates[name])):
+            raise Damaged(f"{new / WEIGHTS} does not hold {name} as it was merged")
+        if not torch.isfinite(there).all():
+            raise RrdError(f"merging makes {name} infinite", hint="use the adapter beside its model")
 
 
 def _as_stored(updates: Mapping[str, Update], config: Any) -> dict[str, Update]:

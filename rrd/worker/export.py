@@ -28,7 +28,7 @@ def main(argv: list[str]) -> int:
         spec = parse_job(JOB_FILE, (args.job_dir / JOB_FILE).read_bytes())
         _check_may_write(args.output)
         step, tensors = _tensors(args.job_dir, args.step)
-        for note in _write(spec, tensors, args.output, step, merged=args.merged):
+        for note in _write(spec, tensors, args.output, step, "merged" if args.merged else args.format):
             print(note, file=sys.stderr)
     except (RrdError, OSError) as e:
         fault = _blame(e, args.output)
@@ -55,6 +55,7 @@ def _arguments() -> argparse.ArgumentParser:
     parser.add_argument("job_dir", type=Path)
     parser.add_argument("output", type=Path)
     parser.add_argument("--merged", action="store_true")
+    parser.add_argument("--format", choices=["peft", "rwkv"], default="peft")
     parser.add_argument("--step", type=int)
     return parser
 
@@ -90,13 +91,11 @@ def _tensors(job_dir: Path, step: int | None) -> tuple[int, dict[str, Tensor]]:
     raise Damaged(f"no checkpoint of {job_dir.name} can be read: {faults[0][1]}")
 
 
-def _write(spec: JobSpec, tensors: dict[str, Tensor], output: Path, step: int, *, merged: bool) -> list[str]:
+def _write(spec: JobSpec, tensors: dict[str, Tensor], output: Path, step: int, form: str) -> list[str]:
     if spec.method == "full":
         return export.export_full(tensors, output, spec.model, step=step)
-    adapter = export.AdapterSpec.of(spec)
-    if merged:
-        return export.export_merged(tensors, output, adapter, step=step)
-    return export.export_adapter(tensors, output, adapter, step=step)
+    write = {"merged": export.export_merged, "rwkv": export.export_rwkv, "peft": export.export_adapter}[form]
+    return write(tensors, output, export.AdapterSpec.of(spec), step=step)
 
 
 if __name__ == "__main__":

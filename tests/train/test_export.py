@@ -92,7 +92,8 @@ def ours(trainer: Trainer) -> Tensor:
 
 @pytest.mark.parametrize("keys", [
     {}, {"lora_rs": True, "lora_alpha": 3.0}, {"lora_ranks": {"q_proj": 2}, "lora_dropout": 0.5},
-    {"lora_targets": ["v_proj", "o_proj"]}, {"lora_alphas": {"q_proj": 3, "up_proj": 20.0}, "lora_ranks": {"q_proj": 2}},
+    {"lora_targets": ["v_proj", "o_proj"]},
+    {"lora_alphas": {"q_proj": 3, "up_proj": 20.0}, "lora_ranks": {"q_proj": 2}},
 ])
 def test_a_trained_adapter_is_the_same_in_peft_and_merged(tmp_path: Path, keys: dict[str, Any]) -> None:
     trainer, out = trained(tmp_path, export_merged=True, **keys), tmp_path / "out"

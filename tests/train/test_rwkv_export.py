@@ -1,0 +1,112 @@
+"""Adapters of RWKV models: PEFT's layout, RWKV's own names, and merged models that load where the base did."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from boxes import toy_keys
+from rwkv_toys import hybrid, make_rwkv, saved
+from safetensors.torch import load_file, save_file
+from toys import make_data, make_model, make_tokenizer
+
+from rrd.errors import BadJob, Damaged
+from rrd.job import JobSpec
+from rrd.models import build, load_base
+from rrd.train import export, whole
+from rrd.train.data import Dataset, prepare
+from rrd.train.export import AdapterSpec
+from rrd.train.trainer import Trainer
+
+IDX = torch.randint(320, (1, 40), generator=torch.Generator().manual_seed(0))
+
+
+def models(root: Path) -> dict[str, Path]:
+    make_tokenizer(root / "prefixed", vocab=320)
+    saved(hybrid(prefix="rwkv.", L=2, C=64, moba=1), root / "prefixed")
+    return {"rwkv7": make_rwkv(root / "rwkv7"), "prefixed": root / "prefixed"}
+
+
+def trained(root: Path, model: Path, **keys: Any) -> Trainer:
+    make_data(root / "data.jsonl")
+    spec = JobSpec.model_validate({**toy_keys(root), "model": str(model), "lr": 0.01, **keys})
+    data = prepare(spec.data, str(root / "rwkv7"), seq_len=spec.seq_len, cache_dir=root / "cache" / "data")
+    trainer = Trainer(spec, load_base(spec.model), Dataset.open(data.path), None, threads=1)
+    for _ in range(3):
+        trainer.run_step(3, "stop")
+    return trainer
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(IDX % model.config.n_vocab)
+
+
+KEYS: list[dict[str, Any]] = [{}, {"lora_rs": True, "lora_alpha": 5.0, "lora_ranks": {"key": 3}, "lora_alphas": {"value": 9}}]
+
+
+@pytest.mark.parametrize("kind", ["rwkv7", "prefixed"])
+@pytest.mark.parametrize("keys", KEYS, ids=["plain", "mixed"])
+def test_merged_and_in_rwkvs_names_it_computes_what_was_trained(tmp_path: Path, kind: str, keys: dict[str, Any]) -> None:
+    path = models(tmp_path)[kind]
+    base = load_file(path / "model.safetensors")
+    if kind == "prefixed":  # its vocabulary is smaller than the tokenizer's
+        base["rwkv.emb.weight"], base["rwkv.head.weight"] = (torch.randn(320, 64) * s for s in (1.0, 0.1))
+        save_file(base, path / "model.safetensors")
+    trainer = trained(tmp_path, path, **keys)
+    expected, spec = logits(trainer.model), AdapterSpec.of(trainer.spec)
+    tensors = export.masters(trainer)
+    assert export.export_merged(tensors, tmp_path / "merged", spec, step=3) == []
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    assert merged.keys() == base.keys()
+    assert torch.allclose(logits(build(load_base(tmp_path / "merged"))), expected, atol=2e-4)
+
+    assert export.export_rwkv(tensors, tmp_path / "native", spec, step=3) == []
+    lora = load_file(tmp_path / "native" / "rwkv_lora.safetensors")
+    alpha = json.loads((tmp_path / "native" / "MANIFEST.json").read_text())["facts"]["lora_alpha"]
+    assert f"lora_alpha = {alpha:g}" in (tmp_path / "native" / "README.md").read_text()
+    for name, w in base.items():  # as RWKV's own tools do it
+        stem = name.removesuffix(".weight")
+        if f"{stem}.lora_A" in lora:
+            a, b = lora.pop(f"{stem}.lora_A"), lora.pop(f"{stem}.lora_B")
+            w += b @ a * (alpha / b.shape[1])
+            assert torch.allclose(w, merged[name], atol=1e-6)
+    assert lora == {}, "every pair has its weight"
+
+
+def test_peft_names_are_the_models(tmp_path: Path) -> None:
+    path = models(tmp_path)["rwkv7"]
+    export.export(trained(tmp_path, path), tmp_path / "out")
+    found = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    base = load_file(path / "model.safetensors")
+    stems = {n.removeprefix("base_model.model.").removesuffix(".lora_A.weight") for n in found if "lora_A" in n}
+    assert stems and all(f"{s}.weight" in base for s in stems)
+    again = trained(tmp_path, path, init_adapter=str(tmp_path / "out"), seed=9)
+    assert again.began_as
+
+
+def test_other_families_have_no_such_format(tmp_path: Path) -> None:
+    make_model(tmp_path / "llama")
+    with pytest.raises(BadJob, match="llama models have no format of RWKV's"):
+        export.export_rwkv({}, tmp_path / "out", AdapterSpec(str(tmp_path / "llama"), 4, 8.0), step=1)
+
+
+def test_a_merge_that_went_wrong_is_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = models(tmp_path)["rwkv7"]
+    trainer = trained(tmp_path, path)
+    real, calls = whole._merge, []
+
+    def once_wrong(w: torch.Tensor, update: whole.Update) -> torch.Tensor:
+        calls.append(1)
+        return w + 1 if len(calls) <= len(export.ranks(export.masters(trainer))) else real(w, update)
+
+    monkeypatch.setattr(whole, "_merge", once_wrong)
+    with pytest.raises(Damaged, match="does not hold .* as it was merged"):
+        export.export_merged(export.masters(trainer), tmp_path / "out", AdapterSpec.of(trainer.spec), step=3)
+    assert not (tmp_path / "out").exists()
+
+
+

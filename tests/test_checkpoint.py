@@ -238,7 +238,7 @@ def refused_by_a_real_disk(root: Path, what: str) -> Row:
         kept = commit(job_dir, 10)
         if what == "no inodes":
             with contextlib.suppress(OSError):
-                for n in range(99):
+                for n in range(10_000):
                     (disk.at / f"ballast{n}").touch()
         else:
             subprocess.run(["mount", "-o", "remount,ro", disk.at], check=True)

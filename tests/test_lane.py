@@ -544,6 +544,22 @@ def test_a_slow_disk_at_a_jobs_end_costs_the_others_no_turn(tmp_path: Path, why:
     story(tmp_path, tell)
 
 
+def test_a_worker_that_dies_while_it_writes_a_last_checkpoint_is_noticed_at_once(tmp_path: Path) -> None:
+    """Nobody waits for it then, and nothing else may be due."""
+    async def tell(b: Bench) -> None:
+        b.workers.write_seconds = 100.0
+        job = b.put("a", 0, max_steps=30, checkpoint_every=10**6)
+        await b.until(lambda: job.saving)
+        await asyncio.sleep(1)
+        b.workers.on("0").end(-signal.SIGKILL)
+        b.workers.write_seconds = 0.1
+        await b.until_told("crashed", seconds=5)
+        await b.until_told("finished", seconds=60)
+        assert b.disk.checkpoints["a"] == [30]
+
+    story(tmp_path, tell)
+
+
 def test_a_write_that_never_ends_is_a_hang_in_the_end(tmp_path: Path) -> None:
     async def tell(b: Bench) -> None:
         b.workers.write_seconds = 10**6

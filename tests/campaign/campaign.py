@@ -25,8 +25,8 @@ import kills  # noqa: E402
 import trouble  # noqa: E402
 from table import Row, show, timed  # noqa: E402
 
-STEPS = 600
-"""Of each job that is killed: so many that a life has some thirty kills."""
+STEPS = 200
+"""Of each job that is killed: so many that a life has a hundred kills or two."""
 
 
 def parts(root: Path, args: argparse.Namespace) -> dict[str, Callable[[], Row]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 
@@ -32,8 +32,9 @@ class Backend(Protocol):
     def start(self) -> None:
         """Make sure that no die is open. Raises BadSetup for what the configuration gets wrong."""
 
-    def open(self, die: str) -> None:
-        """Give ``die`` the bus. Raises Refusal; ``die`` is then closed, as far as it still answers."""
+    def open(self, die: str, wanted: Callable[[], bool] = ...) -> None:
+        """Give ``die`` the bus. Raises Refusal; ``die`` is then closed, as far as it still answers. One that takes its
+        time may give up when it is no longer ``wanted``."""
 
     def close(self, die: str) -> None:
         """Take the bus from ``die``. Raises Refusal when it does not let go, or when nobody knows."""

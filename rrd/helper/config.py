@@ -41,8 +41,8 @@ class GroupConfig:
     release: tuple[str, ...]
     """For "command": the program that closes it."""
     timeout: float
-    """Seconds that an acquire may take, for "command" each program; to be less than a third of `gate.timeout` of
-    rrd.toml. Left out: 1 for "pci", 3 for "command"."""
+    """Seconds that an acquire may take, for "command" each program. An answer comes within 4 times that and a second,
+    which should be less than `gate.timeout` of rrd.toml. Left out: 1 for "pci", 2 for "command"."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +117,7 @@ def _group(table: _Table) -> GroupConfig:
         dies=_addresses(table) if pci else dict.fromkeys(table.words("dies"), ""),
         window=_window(table) if pci else {}, switch_bridges=table.flag("switch_bridges", False) if pci else False,
         acquire=() if pci else _program(table, "acquire"), release=() if pci else _program(table, "release"),
-        timeout=table.seconds("timeout", 1.0 if pci else 3.0))
+        timeout=table.seconds("timeout", 1.0 if pci else 2.0))
     table.done()
     if bad := [d for d in group.dies if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_:.-]{0,63}", d)]:
         raise table.fault("dies", f"has a die {bad[0][:40]!r}, which is no name: rrd's dies are numbers from 0")

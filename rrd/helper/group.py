@@ -48,7 +48,7 @@ class Group:
                 self._close()
             if self._holder is not None:
                 raise Refusal(f"die {self._holder[1]} has the bus", later=True)
-            self._backend.open(die)
+            self._backend.open(die, lambda: not owner.gone())
             self._holder = (owner, die)
 
     def release(self, die: str, owner: Owner) -> None:

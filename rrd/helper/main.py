@@ -10,7 +10,6 @@ import contextlib
 import os
 import socket
 import stat
-import sys
 from collections.abc import Sequence
 
 from rrd.helper.base import ERROR, INFO, NOTICE, Backend, BadSetup, say
@@ -91,7 +90,7 @@ def _group(config: GroupConfig, bus: Bus, kept: Kept) -> Group:
                          timeout=config.timeout)
     else:
         backend = Programs(config.name, list(config.dies), config.acquire, config.release, kept, timeout=config.timeout)
-    return Group(config.name, backend, patience=config.timeout)
+    return Group(config.name, backend, patience=2 * config.timeout + 0.5)
 
 
 def _listener(path: str | None, config: HelperConfig) -> socket.socket:
@@ -129,7 +128,3 @@ def _tell_systemd(state: str) -> None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock, contextlib.suppress(OSError):
             sock.connect("\0" + path[1:] if path.startswith("@") else path)
             sock.send(state.encode())
-
-
-if __name__ == "__main__":
-    sys.exit(main())

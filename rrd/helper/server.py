@@ -160,7 +160,7 @@ class _Connection:
         request = _request(line)
         ident, die = request["id"], request["die"]
         group = self._groups.get(die)
-        self._asked = ident, time.monotonic() + (2 * group.patience if group else 1.0)
+        self._asked = ident, time.monotonic() + (2 * group.patience if group else TICK)
         try:
             self._do(request["verb"], die, group)
             reply: dict[str, object] = {"ok": True}

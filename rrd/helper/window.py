@@ -67,7 +67,7 @@ class Window:
         for fault in bad:
             say(WARNING, f"{fault}; the other dies go on without it")
 
-    def open(self, die: str) -> None:
+    def open(self, die: str, wanted: Callable[[], bool] = lambda: True) -> None:
         """See Backend."""
         self._limit(self._clock() + self._timeout)
         try:

@@ -1,0 +1,71 @@
+"""rrd-gate on real configuration space: QEMU's devices, whose memory is files that can be looked into afterwards."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from machine import Machine, needs_qemu, options
+
+HERE = Path(__file__).parent
+MODULES = ["rrd.gate", "rrd.helper.main", "rrd.helper.check", "rrd.helper.__main__", "asyncio", "ctypes", "mmap",
+           "random", "subprocess", "hashlib", "tomllib", "tempfile", "difflib", "runpy", "encodings.ascii"]
+
+DIES = {"flat": 3, "boards": 2, "bus": 2}
+
+
+def devices(path: Path) -> list[str]:
+    """Three dies on the root bus, two behind root ports of their own, two behind one bridge. Each has a BAR of 32 bits
+    and one of 64, and 1 MiB of memory that is a file."""
+    pairs: list[tuple[str, str]] = []
+    number = 0
+
+    def die(bus: str, slot: int) -> None:
+        nonlocal number
+        file = path / f"memory.{number}"
+        pairs.append(("object", f"memory-backend-file,id=m{number},share=on,mem-path={file},size=1M"))
+        pairs.append(("device", f"ivshmem-plain,memdev=m{number},bus={bus},addr={slot:#x}"))
+        number += 1
+
+    for n in range(DIES["flat"]):
+        die("pcie.0", 0x10 + n)
+    for n in range(DIES["boards"]):
+        pairs.append(("device", f"pcie-root-port,id=port{n},bus=pcie.0,chassis={n + 1},addr={0x14 + n:#x}"))
+        die(f"port{n}", 0)
+    pairs.append(("device", "pcie-pci-bridge,id=bridge,bus=pcie.0,addr=0x18"))
+    for n in range(DIES["bus"]):
+        die("bridge", n + 1)
+    return options(*pairs)
+
+
+def play(path: Path, seconds: float, **words: int) -> list[dict[str, Any]]:
+    """What the guest reports; each memory, looked into from outside, must hold what the guest says it wrote last."""
+    machine = Machine(path, HERE / "guest_gate.py", MODULES)
+    reports = machine.run(devices(path), seconds=seconds, words=[f"{k}={v}" for k, v in words.items()])
+    assert reports[-1] == {"end": "well"}, "\n".join(reports[-1].get("why", []))
+    memory = reports[-2]["memory"]
+    assert len(memory) == sum(DIES.values())
+    for n, (_, die, digest) in enumerate(memory):
+        assert die == str(n)
+        assert hashlib.sha256((path / f"memory.{n}").read_bytes()).hexdigest() == digest
+    return reports
+
+
+@needs_qemu
+def test_each_memory_survives_a_thousand_swaps(tmp_path: Path) -> None:
+    """And the boot state is back after a kill of the helper, and after its end; all without a capability."""
+    reports = play(tmp_path, 280, flat=1000, boards=60, bus=60, kills=2)
+    assert {r["capabilities"] for r in reports if "capabilities" in r} == {"0" * 16}
+    assert [r["swaps"] for r in reports if "swaps" in r] == [1000, 60, 60]
+    check = next(r["check"] for r in reports if "check" in r)
+    assert "  bridge 0000:00:14.0 is switched" in check
+    assert check[-1] == "ok"
+
+
+@needs_qemu
+@pytest.mark.slow
+def test_thousands_of_swaps_and_dozens_of_kills(tmp_path: Path) -> None:
+    for report in play(tmp_path, 3600, flat=3000, boards=3000, bus=3000, kills=40):
+        print({k: v for k, v in report.items() if k not in ("check", "memory")})

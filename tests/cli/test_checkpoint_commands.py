@@ -105,6 +105,8 @@ def test_export_starts_the_workers_own(rrd: Rrd, code: Path, tmp_path: Path, mon
     assert (result.exit_code, result.stdout, result.stderr) == (0, "/out: step 20\n", "a note\n")
     assert started.args == [sys.executable, "-m", "rrd.worker.export", str(code), str(tmp_path / "out"), "--merged",
                             "--step", "20"]
+    rrd("export", "code", "out", "--format", "rwkv")
+    assert started.args[-2:] == ["--format", "rwkv"]
     rrd("export", "code", "out")
     assert started.args[-1] == str(tmp_path / "out")
 

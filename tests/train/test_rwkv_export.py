@@ -45,12 +45,14 @@ def logits(model: Any) -> torch.Tensor:
         return model.eval()(IDX % model.config.n_vocab)
 
 
-KEYS: list[dict[str, Any]] = [{}, {"lora_rs": True, "lora_alpha": 5.0, "lora_ranks": {"key": 3}, "lora_alphas": {"value": 9}}]
+KEYS: list[dict[str, Any]] = [{}, {"lora_rs": True, "lora_alpha": 5.0, "lora_ranks": {"key": 3},
+                                   "lora_alphas": {"value": 9}}]
 
 
 @pytest.mark.parametrize("kind", ["rwkv7", "prefixed"])
 @pytest.mark.parametrize("keys", KEYS, ids=["plain", "mixed"])
-def test_merged_and_in_rwkvs_names_it_computes_what_was_trained(tmp_path: Path, kind: str, keys: dict[str, Any]) -> None:
+def test_merged_and_in_rwkvs_names_it_computes_what_was_trained(tmp_path: Path, kind: str, keys: dict[str, Any]
+                                                                 ) -> None:
     path = models(tmp_path)[kind]
     base = load_file(path / "model.safetensors")
     if kind == "prefixed":  # its vocabulary is smaller than the tokenizer's
@@ -104,7 +106,7 @@ def test_a_merge_that_went_wrong_is_not_published(tmp_path: Path, monkeypatch: p
         return w + 1 if len(calls) <= len(export.ranks(export.masters(trainer))) else real(w, update)
 
     monkeypatch.setattr(whole, "_merge", once_wrong)
-    with pytest.raises(Damaged, match="does not hold .* as it was merged"):
+    with pytest.raises(Damaged, match=r"does not hold .* as it was merged"):
         export.export_merged(export.masters(trainer), tmp_path / "out", AdapterSpec.of(trainer.spec), step=3)
     assert not (tmp_path / "out").exists()
 

@@ -20,13 +20,13 @@ def wkv7(
 
     r, log_d, k, a, b: [B, T, H, K]; v [B, T, H, V]; ``state`` [B, H, V, K], zeros where it is None.
     """
-    B, T, H, K = r.shape
+    B, _, H, K = r.shape
     S = r.new_zeros(B, H, v.shape[3], K) if state is None else state
     ys = []
-    for t in range(T):
-        u = S @ a[:, t, :, :, None]  # [B, H, V, 1]
-        S = S * log_d[:, t, :, None, :].exp() + u * b[:, t, :, None, :] + v[:, t, :, :, None] * k[:, t, :, None, :]
-        ys.append((S @ r[:, t, :, :, None]).squeeze(-1))
+    for rt, wt, kt, vt, at, bt in zip(*(x.unbind(1) for x in (r, log_d, k, v, a, b)), strict=True):
+        u = S @ at[..., None]  # [B, H, V, 1]
+        S = S * wt[..., None, :].exp() + u * bt[..., None, :] + vt[..., None] * kt[..., None, :]
+        ys.append((S @ rt[..., None]).squeeze(-1))
     return (torch.stack(ys, 1) if ys else v.new_empty(v.shape)), S
 
 

@@ -165,7 +165,8 @@ async def _watched(process: subprocess.Popen[bytes]) -> str:
 
 
 def _newest(stderr: IO[bytes], heard: bytes) -> bytes:
-    """The newest of what came there; a program that writes without end is read no faster than this is called."""
-    with suppress(OSError):
-        heard += os.read(stderr.fileno(), 65536)
-    return heard[-4000:]
+    """The newest of what came there; a program that writes without end waits for the next call."""
+    with suppress(OSError):  # nothing there just now
+        for _ in range(64):
+            heard = (heard + os.read(stderr.fileno(), 65536))[-4000:]
+    return heard

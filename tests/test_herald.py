@@ -155,7 +155,7 @@ def test_what_a_program_leaves_in_the_background_neither_counts_nor_ends(tmp_pat
 
 
 def test_a_program_that_talks_and_reads_nothing_is_told_all_the_same(tmp_path: Path) -> None:
-    assert told(("/bin/sh", "-c", "exec 0<&-; head -c 3000000 /dev/zero >&2; exit 0")) == ""
+    assert told(("/bin/sh", "-c", "exec 0<&-; head -c 10000000 /dev/zero >&2; exit 0")) == ""
     assert told(("/bin/sh", "-c", "seq 1 100000 >&2; printf 'evil\\033[2J' >&2; exit 3")) == r"/bin/sh: evil\u001b[2J"
     assert told(("/bin/sh", "-c", "exit 3")) == "/bin/sh: it ended with status 3"
     assert told(("/bin/sh", "-c", "kill -9 $$")) == "/bin/sh: it ended with status -9"

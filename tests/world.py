@@ -435,6 +435,7 @@ class World:
             "jobs_dir": str(tmp / "jobs.d"), "metrics": "", "lane": table, **config})
         self.gates = {lane.name: SimulatedGate(timeout=10.0) for lane in self.config.lanes}
         self.touches: list[str] = []
+        self.clock_error = 0.0
         self.disk = Disk()
         self.workers = Workers(self.disk, self._touch)
         self.keeper = MemoryKeeper(self.disk, tmp / "state" / "jobs")
@@ -452,6 +453,10 @@ class World:
             self.gates[lane].touch(die)
         except AssertionError as e:
             self.touches.append(str(e))
+
+    def wall(self) -> float:
+        """The clock on the wall, which somebody may set."""
+        return 1.7e9 + now() + self.clock_error
 
     def script(self, die: str, *acts: Act) -> None:
         """What the gate of ``die`` does at its next acquires."""
@@ -480,7 +485,7 @@ class World:
         loop = asyncio.get_running_loop()
         self.scheduler = Scheduler(
             self.config, keeper=self.keeper, nursery=self.workers, journal=self.journal,  # type: ignore[arg-type]
-            meters=Meters(), live=self.lines.append, monotonic=loop.time, wall=lambda: 1.7e9 + loop.time())
+            meters=Meters(), live=self.lines.append, monotonic=loop.time, wall=self.wall)
         self.scheduler.preparer.monotonic = loop.time
         self.intake, self.verbs = Intake(self.scheduler), Verbs(self.scheduler)
         self.intake.restore({k: r.model_copy() for k, r in self.keeper.records.items()}, dict(self.keeper.specs))
@@ -489,7 +494,7 @@ class World:
         for spec in self.config.lanes:
             self.gates[spec.name].held = None  # a gate takes back what a dead holder held
             lane = Lane(spec, self.config, gate=self.gates[spec.name], nursery=self.workers, host=self.scheduler,
-                        monotonic=loop.time, wall=lambda: 1.7e9 + loop.time())
+                        monotonic=loop.time, wall=self.wall)
             self.scheduler.lanes[lane.name] = lane
             self._tasks.append(asyncio.create_task(lane.run()))
         self._tasks.append(asyncio.create_task(self._advance()))

@@ -20,6 +20,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2", {"vocab_size": V, "n_positions": 256, "n_embd": 32, "n_layer": 2, "n_head": 4, "bos_token_id": 0,
                       "eos_token_id": 0}),
     "gemma": ("Gemma", {**_GROUPED, "head_dim": 8}),
+    "gemma2": ("Gemma2", {**_GROUPED, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 8,
+                          "final_logit_softcapping": 0.5, "attn_logit_softcapping": 0.2}),
     "phi": ("Phi", {**_SIZES, "intermediate_size": 64}),
     "mixtral": ("Mixtral", {**_GROUPED, "num_local_experts": 4}),
     "qwen2_moe": ("Qwen2Moe", {**_GROUPED, "num_experts": 4, "moe_intermediate_size": 16,

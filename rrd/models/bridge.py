@@ -20,7 +20,7 @@ from rrd.models.layers import Linear
 from rrd.models.registry import CausalLM, Shape
 
 _PROBE = 8
-_SOFT_CAP = "the model turns its logits into others (a soft cap, say), which rrd's loss does not know"
+_OTHER_LOGITS = "the model turns its logits into others, in a way that rrd's loss does not know"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +76,13 @@ class BridgeLM(CausalLM):
     def head_bias(self) -> Tensor | None:
         return getattr(self._head, "bias", None)
 
+    @property
+    def head_cap(self) -> float | None:
+        """Gemma 2's and RecurrentGemma's."""
+        settings: Any = self._theirs[0].config
+        cap = getattr(settings, "final_logit_softcapping", None) or getattr(settings, "logits_soft_cap", None)
+        return float(cap) if cap else None
+
     def hidden(self, idx: Tensor, positions: Tensor | None = None, *, rows: Tensor | None = None,
                checkpointing: bool = False) -> Tensor:
         self._recompute(checkpointing and torch.is_grad_enabled())
@@ -85,10 +92,13 @@ class BridgeLM(CausalLM):
         return x * self._factor() if self._factor() != 1.0 else x
 
     def forward(self, idx: Tensor) -> Tensor:
-        hidden = self.hidden(idx)
-        bias = self.head_bias
-        return nn.functional.linear(hidden, self.head_weight.to(hidden.dtype),
-                                    None if bias is None else bias.to(hidden.dtype))
+        return self._logits(self.hidden(idx))
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        bias, cap = self.head_bias, self.head_cap
+        logits = nn.functional.linear(hidden, self.head_weight.to(hidden.dtype),
+                                      None if bias is None else bias.to(hidden.dtype))
+        return logits if cap is None else logits.div(cap).tanh().mul(cap)
 
     def _factor(self) -> float:
         """What logits are scaled by: it may as well scale the activations, for a head without a bias."""
@@ -140,14 +150,12 @@ class BridgeLM(CausalLM):
         training = self.training
         idx = torch.arange(_PROBE, device=self.head_weight.device)[None] % self.config.n_vocab
         theirs: Any = self._theirs[0].eval()
-        hidden = self.eval().hidden(idx)
-        bias = self.head_bias
-        ours = hidden @ self.head_weight.to(hidden.dtype).t() + (0 if bias is None else bias.to(hidden.dtype))
+        ours = self._logits(self.eval().hidden(idx))
         logits = theirs(input_ids=idx, use_cache=False).logits
         self.train(training)
         near = (1e-4 if self.compute == torch.float32 else 4e-2) * float(logits.abs().max())
         if not torch.allclose(ours.float(), logits.float(), rtol=0.0, atol=near):
-            raise BadJob(_SOFT_CAP, hint="train another model")
+            raise BadJob(_OTHER_LOGITS, hint="train another model")
 
 
 def _at(model: nn.Module, name: str) -> Any:
@@ -173,8 +181,6 @@ class Bridge:
     def read_config(self, config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> BridgeConfig:
         if config.get("quantization_config"):
             raise BadJob("the model is quantized", hint="use the model's float weights")
-        if config.get("final_logit_softcapping"):
-            raise BadJob(_SOFT_CAP, hint="train another model")
         theirs = skeleton_of(config)
         parts = parts_of(theirs, shapes)
         tied = theirs.get_output_embeddings()

@@ -80,6 +80,11 @@ class CausalLM(nn.Module):
         """[V], added to the head's product; None for nearly all models."""
         return None
 
+    @property
+    def head_cap(self) -> float | None:
+        """Where logits go through cap * tanh(logits / cap), that cap; None for nearly all models."""
+        return None
+
     @abstractmethod
     def hidden(
         self,

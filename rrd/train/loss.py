@@ -20,20 +20,22 @@ SLICE = 1 << 23
 
 
 def loss_and_grad(hidden: Tensor, head: Tensor, targets: Tensor, *, scale: float, bias: Tensor | None = None,
-                  finer: int = 1) -> tuple[Tensor, Tensor]:
+                  cap: float | None = None, finer: int = 1) -> tuple[Tensor, Tensor]:
     """The summed cross-entropy, a scalar in fp32, and ``scale`` times its gradient in ``hidden``.
 
     hidden [n, C]: activations after the final norm; head [V, C]; targets [n] int64; bias [V], of few heads. Where
-    ``head`` and ``bias`` are trained, ``scale`` times their gradient is added to it. ``finer``: slices are so many
-    times smaller, where memory is short.
+    ``head`` and ``bias`` are trained, ``scale`` times their gradient is added to it. ``cap``: logits go
+    through cap * tanh(logits / cap), in few models (Gemma 2). ``finer``: slices are so many times smaller, where memory
+    is short.
     """
     total = torch.zeros((), dtype=torch.float32, device=hidden.device)
     grad = torch.zeros_like(hidden)
     for rows, logits in _slices(hidden, head, bias, finer):
+        slope = _cap(logits, cap)
         losses, p = _losses(logits, targets[rows])
         total += losses.sum()
         p[torch.arange(len(p), device=p.device), targets[rows]] -= 1.0
-        d_logits = p.to(hidden.dtype)
+        d_logits = (p if slope is None else p.mul_(slope)).to(hidden.dtype)
         for first, w in blocks(head.detach(), hidden.dtype):
             grad[rows].addmm_(d_logits[:, first : first + len(w)], w, alpha=scale)
         if head.requires_grad:
@@ -43,12 +45,24 @@ def loss_and_grad(hidden: Tensor, head: Tensor, targets: Tensor, *, scale: float
     return total, grad
 
 
-def loss_sum(hidden: Tensor, head: Tensor, targets: Tensor, *, bias: Tensor | None = None, finer: int = 1) -> Tensor:
+def loss_sum(hidden: Tensor, head: Tensor, targets: Tensor, *, bias: Tensor | None = None,
+             cap: float | None = None, finer: int = 1) -> Tensor:
     """The summed cross-entropy alone, for evaluation. Shapes as above."""
     total = torch.zeros((), dtype=torch.float32, device=hidden.device)
     for rows, logits in _slices(hidden, head, bias, finer):
+        _cap(logits, cap)
         total += _losses(logits, targets[rows])[0].sum()
     return total
+
+
+def _cap(logits: Tensor, cap: float | None) -> Tensor | None:
+    """Cap ``logits`` in place. Returns their slope, fp32; None where there is no cap."""
+    if cap is None:
+        return None
+    logits.div_(cap).tanh_()
+    slope = 1.0 - logits.float().square()
+    logits.mul_(cap)
+    return slope
 
 
 def _slices(hidden: Tensor, head: Tensor, bias: Tensor | None, finer: int) -> Iterator[tuple[slice, Tensor]]:

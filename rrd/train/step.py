@@ -136,7 +136,7 @@ def _forward_backward(model: CausalLM, batch: Batch, what: _Labelled, scale: flo
         return 0.0
     hidden = model.hidden(idx, rows=rows, checkpointing=savings.checkpointing).reshape(len(targets), -1)
     loss, grad = loss_and_grad(hidden.detach(), model.head_weight, targets, scale=scale, bias=model.head_bias,
-                               finer=savings.finer)
+                               cap=model.head_cap, finer=savings.finer)
     if hidden.requires_grad:
         backward(hidden, grad)
     return float(loss)
@@ -185,5 +185,6 @@ def eval_loss(model: CausalLM, batches: Sequence[Batch], *, finer: int = 1) -> t
             total += pieces.summed_loss(model, pieces.split(batch.idx, batch.labels, model.longest), finer)
         elif len(targets):
             hidden = model.hidden(idx, rows=rows).reshape(len(targets), -1)
-            total += float(loss_sum(hidden, model.head_weight, targets, bias=model.head_bias, finer=finer))
+            total += float(loss_sum(hidden, model.head_weight, targets, bias=model.head_bias, cap=model.head_cap,
+                                    finer=finer))
     return total, labels

@@ -19,10 +19,10 @@ from rrd.lora import attach
 from rrd.models import CausalLM, build, load_base
 from rrd.models.registry import lora_targets_of
 from rrd.optim import AdamW
+from rrd.savings import Savings
 from rrd.train.data import Dataset, prepare
 from rrd.train.export import export
 from rrd.train.state import Staging, restore
-from rrd.savings import Savings
 from rrd.train.step import Batch, train_step
 from rrd.train.trainer import Trainer
 
@@ -112,7 +112,7 @@ def make_trainer(tmp_path: Path, kind: str, **keys: Any) -> Trainer:
     return Trainer(spec, base, Dataset.open(data.path), None, threads=1)
 
 
-JOBS = [("gpt2", {}), ("gemma", {"gradient_checkpointing": True}), ("phi", {"quantize": True}),
+JOBS = [("gpt2", {}), ("gemma", {"gradient_checkpointing": True}), ("phi", {"quantize": True}), ("gemma2", {}),
         ("mixtral", {"dtype": "bfloat16"}), ("qwen2_moe", {"quantize": True}),
         ("gpt2", {"method": "full", "weight_decay": 0.1}), ("phi", {"method": "full"}), ("gemma", {"method": "full"})]
 
@@ -153,7 +153,7 @@ def test_the_adapter_loads_in_peft_and_merges(tmp_path: Path, kind: str) -> None
         assert not torch.allclose(ours, plain, atol=1e-3)
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "phi", "gemma"])
+@pytest.mark.parametrize("kind", ["gpt2", "phi", "gemma", "gemma2"])
 def test_a_whole_model_is_exported_as_transformers_reads_it(tmp_path: Path, kind: str) -> None:
     trainer = make_trainer(tmp_path, kind, method="full", lr=0.01)
     before = {name: p.detach().clone() for name, p in trainer.named}
@@ -179,7 +179,7 @@ def test_a_gpt2_without_its_prefix_is_read(tmp_path: Path) -> None:
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model_type": "mine", "auto_map": {"AutoModelForCausalLM": "evil.Model"}}, "no family knows"),
-    ({"final_logit_softcapping": 30.0}, "soft cap"),
+    ({"final_logit_softcapping": 0.1}, "turns its logits into others"),
     ({"quantization_config": {"bits": 4}}, "quantized"),
     ({"hidden_act": "nonsense", "hidden_activation": "nonsense"}, "cannot build"),
     ({"num_hidden_layers": 3}, "lacks"),

@@ -16,6 +16,20 @@ def problem(n: int = 37, C: int = 16, V: int = 101) -> tuple[torch.Tensor, torch
 
 
 @pytest.mark.parametrize("slice_size", [1, 500, 1 << 22])
+def test_capped_logits_equal_the_plain_ones(slice_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss, "SLICE", slice_size)
+    hidden, head, targets = problem()
+    total, grad = loss_and_grad(hidden, head, targets, scale=0.1, cap=4.0)
+    x = hidden.clone().requires_grad_()
+    plain = cross_entropy(4.0 * torch.tanh(x @ head.t() / 4.0), targets, reduction="sum")
+    (0.1 * plain).backward()
+    torch.testing.assert_close(total, plain.detach())
+    torch.testing.assert_close(grad, x.grad)
+    torch.testing.assert_close(place_of(head).view, head.grad)
+    torch.testing.assert_close(loss_sum(hidden, head, targets, cap=4.0), plain.detach())
+
+
+@pytest.mark.parametrize("slice_size", [1, 500, 1 << 22])
 def test_loss_and_gradients_equal_the_plain_ones(slice_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loss, "SLICE", slice_size)
     hidden, head, targets = problem()

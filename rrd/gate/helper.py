@@ -79,7 +79,10 @@ class SocketGate:
         line = await reader.readline()
         if not line.endswith(b"\n"):
             raise ConnectionError("it ended the connection")
-        reply = json.loads(line)
+        try:
+            reply = json.loads(line)
+        except RecursionError:
+            raise ValueError("nested too deeply") from None
         if not isinstance(reply, dict) or reply.get("id") != self._last_id:
             raise ValueError("not an answer to the request")
         return reply

@@ -33,6 +33,8 @@ CONNECTIONS = 16
 """Open at a time; the daemon needs one a lane. More are turned away."""
 TICK = 0.5
 """Seconds between two looks for answers that are overdue, while anybody is connected."""
+STOPPING_TICK = 0.05
+"""Seconds between two looks whether the dies are back."""
 
 
 class Server:
@@ -49,29 +51,24 @@ class Server:
         """Serve until a signal; then wait for dies to come back, at most the grace, or until the next signal.
         False if a die could not be closed."""
         self._listener.setblocking(False)
-        self._serve(signals)
-        for group in self._groups:
-            group.stop()
-        return self._stop(signals)
-
-    def _serve(self, signals: Signals) -> None:
         poll = select.poll()
         poll.register(self._listener, select.POLLIN)
         poll.register(signals, select.POLLIN)
-        while not signals.seen():
-            ready = poll.poll(TICK * 1000 if self._connections else None)
-            if any(fd == self._listener.fileno() for fd, _ in ready):
+        end: float | None = None
+        while True:
+            if signals.seen():
+                if end is not None:
+                    break
+                end = time.monotonic() + self._grace
+                for group in self._groups:
+                    group.stop()
+            if end is not None and (time.monotonic() >= end or not any(group.held for group in self._groups)):
+                break
+            tick = STOPPING_TICK if end is not None else TICK if self._connections else None
+            if any(fd == self._listener.fileno() for fd, _ in poll.poll(tick and 1000 * tick)):
                 self._accept()
-            self._look()
-
-    def _stop(self, signals: Signals) -> bool:
-        """A second signal ends the wait."""
-        poll = select.poll()
-        poll.register(signals, select.POLLIN)
-        end = time.monotonic() + self._grace
-        while time.monotonic() < end and not signals.seen() and any(g.held for g in self._groups):
-            poll.poll(100)
-            self._look()
+            for connection in list(self._connections):
+                connection.answer_if_overdue()
         closed = [group.end() for group in self._groups]
         return all(closed)
 
@@ -109,10 +106,6 @@ class Server:
             return ""
         say(WARNING, f"process {pid} of user {uid}, group {gid} may not use the gate")
         return f"user {uid} may not use the gate"
-
-    def _look(self) -> None:
-        for connection in list(self._connections):
-            connection.answer_if_overdue()
 
 
 class _Connection:

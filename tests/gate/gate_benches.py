@@ -11,6 +11,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Protocol
 
+from rrd_gate import RrdGate
+
 from rrd.gate import CommandGate, Gate, SimulatedGate, SocketGate
 from rrd.gate.simulated import Act
 
@@ -143,6 +145,31 @@ class SocketBench:
         return None if mood == "hang" else {"ok": True}
 
 
+class HelperBench:
+    """The real rrd-gate, which runs the programs of CommandBench."""
+
+    def __init__(self, path: Path) -> None:
+        self._programs = CommandBench(path)
+        acquire, release = ([str(path / "bus"), verb, "{die}", str(path)] for verb in ("acquire", "release"))
+        dies = [str(n) for n in range(6)]
+        self.helper = RrdGate(path, f"""allow_users = []
+            allow_groups = []
+            [[group]]
+            backend = "command"
+            dies = {json.dumps(dies)}
+            acquire = {json.dumps(acquire)}
+            release = {json.dumps(release)}
+            timeout = 2.0
+        """).start()
+        self.gate = SocketGate(str(self.helper.socket), timeout=10)
+
+    def script(self, die: str, mood: str) -> None:
+        self._programs.script(die, mood)
+
+    def open(self) -> str | None:
+        return self._programs.open()
+
+
 @asynccontextmanager
 async def bench_of(kind: str, path: Path) -> AsyncIterator[Bench]:
     if kind == "socket":
@@ -150,6 +177,15 @@ async def bench_of(kind: str, path: Path) -> AsyncIterator[Bench]:
         async with bench.serving():
             yield bench
             await bench.gate.close()
+        return
+    if kind == "rrd-gate":
+        helper_bench = HelperBench(path)
+        try:
+            yield helper_bench
+            await helper_bench.gate.close()
+            await until(lambda: helper_bench.open() is None)
+        finally:
+            helper_bench.helper.close()
         return
     bench_now: Bench = {"simulated": SimulatedBench, "command": lambda: CommandBench(path)}[kind]()
     yield bench_now

@@ -15,7 +15,7 @@ from rrd.errors import TryLater
 from rrd.gate import CommandGate, GateRefused, NoGate, SimulatedGate, SocketGate, make_gate
 
 
-@pytest.fixture(params=["simulated", "command", "socket"])
+@pytest.fixture(params=["simulated", "command", "socket", "rrd-gate"])
 def play(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Callable[[Bench], Awaitable[None]]], None]:
     """Runs a scene on a fresh bench, one loop each; nothing may be left running when it ends."""
 

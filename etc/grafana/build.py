@@ -170,9 +170,9 @@ def checkpoints() -> list[dict[str, Any]]:
         graph("Size", (f"rrd_checkpoint_bytes{J}", "{{rrd_job}}"), unit="bytes", width=8, fill=0),
         graph("Room on the disk", (f"rrd_disk_free_bytes{I}", "{{instance}} free"), unit="bytes", width=8, min=0),
         graph("Whose cadence is missed", (f"(time() - rrd_job_last_checkpoint_timestamp_seconds{J}) / "
-              f"rrd_job_checkpoint_interval_seconds{J}", "{{rrd_job}}"),
-              (f"(rrd_job_step{J} - rrd_job_last_checkpoint_step{J}) / rrd_job_checkpoint_interval_steps{J}",
-               "{{rrd_job}}"), width=8, fill=0,
+              f"rrd_job_checkpoint_interval_seconds{J} or "
+              f"(rrd_job_step{J} - rrd_job_last_checkpoint_step{J}) / rrd_job_checkpoint_interval_steps{J}",
+              "{{rrd_job}}"), width=8, fill=0,
               text="Age of the newest checkpoint, in cadences. RrdCheckpointStale fires above 3."),
     ]
 

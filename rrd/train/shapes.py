@@ -148,7 +148,8 @@ def _dialogue(turns: list[Turn], key: str) -> tuple[Turn, ...]:
 def _turn(said: object, where: str) -> Turn:
     if not isinstance(said, dict):
         raise BadLine(f"{where} is not an object")
-    who, what = ("from", "value") if "from" in said or "value" in said else ("role", "content")
+    sharegpt = said.get("from") is not None or said.get("value") is not None
+    who, what = ("from", "value") if sharegpt else ("role", "content")
     try:
         role, text = _words(said, who), _words(said, what)
     except BadLine as e:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -38,8 +39,21 @@ def jsonl(tmp_path: Path, data: bytes, name: str = "d.jsonl") -> Path:
     ({"conversations": [{"from": "human", "value": "u"}, {"from": "gpt", "value": "a"},
                         {"from": "human", "value": "x"}]},
      [("user", "u"), ("assistant", "a")]),
+    ({"question": "q", "answer": "a", "system": "s"}, [("system", "s"), ("user", "q"), ("assistant", "a")]),
+    ({"prompt": "q", "response": "a"}, [("user", "q"), ("assistant", "a")]),
+    ({"instruction": "q", "response": "a", "text": "all"}, [("user", "q"), ("assistant", "a")]),
+    ({"input": "q", "output": "a"}, [("user", "q"), ("assistant", "a")]),
+    ({"system": "s", "conversations": [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]},
+     [("system", "s"), ("user", "u"), ("assistant", "a")]),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "u"}, {"type": "text", "text": "v"}]},
+                   {"role": "assistant", "content": "a", "weight": 0}, {"role": "user", "content": "w"},
+                   {"role": "assistant", "content": "b", "weight": 1, "from": None}]},
+     [("user", "uv"), ("assistant", "a", False), ("user", "w"), ("assistant", "b")]),
+    ({"prompt": [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"},
+                 {"role": "user", "content": "v"}], "completion": [{"role": "assistant", "content": "b"}]},
+     [("user", "u", False), ("assistant", "a", False), ("user", "v", False), ("assistant", "b")]),
 ])
-def test_every_shape(row: dict[str, object], turns: list[tuple[str, str]]) -> None:
+def test_every_shape(row: dict[str, object], turns: list[tuple[Any, ...]]) -> None:
     assert list(parse(json.dumps(row).encode())) == [Turn(*t) for t in turns]
 
 
@@ -58,6 +72,9 @@ def test_every_shape(row: dict[str, object], turns: list[tuple[str, str]]) -> No
     (b'{"messages": [{"role": "user", "content": ""}]}', r"messages\[0\]: content is empty"),
     (b'{"messages": [{"role": "pope", "content": "a"}]}', "'pope', not system"),
     (b'{"conversations": [{"from": "gpt"}]}', "value is missing"),
+    (b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "a part that is no text: 'image_url'"),
+    (b'{"messages": [{"role": "assistant", "content": "a", "weight": 0}]}', "no turn of the assistant"),
+    (b'{"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]}', "weight is 0.5, not 0 or 1"),
     (b'{"text": ' + b"[" * 100_000, "not JSON"), (b'{"text": ' + b"9" * 5000 + b"}", "not JSON"),
     (b'{"\\u202e\\u0007": 1}', r"found \\u0007\\u202e|found \\u202e\\u0007"),
 ])

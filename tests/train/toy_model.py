@@ -10,6 +10,9 @@ from torch import Tensor
 
 from rrd.train import export
 
+AS_STORED = {"dtype" if int(transformers.__version__.split(".")[0]) >= 5 else "torch_dtype": "auto"}
+"""For from_pretrained: no other dtype than the files'."""
+
 
 def save_model(directory: Path, *, tied: bool = False,
                dtype: torch.dtype = torch.float32, vocab: int = 64) -> transformers.LlamaForCausalLM:
@@ -51,5 +54,5 @@ def with_adapter(model: torch.nn.Module, tensors: dict[str, Tensor], scale: dict
 
 
 def load(directory: Path) -> torch.nn.Module:
-    model: torch.nn.Module = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype="auto").eval()
+    model: torch.nn.Module = transformers.AutoModelForCausalLM.from_pretrained(directory, **AS_STORED).eval()
     return model

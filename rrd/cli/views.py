@@ -126,11 +126,17 @@ def _die_row(d: DieView, now: float, full: bool) -> Row:
     jobs = " ".join(held[:4]) + (f" +{len(held) - 4}" if len(held) > 4 else "")
     cells = [d.name, d.state, d.lane, d.device, jobs or "-"]
     if full:
-        cells += [str(d.worker_pid or "-"), size(d.memory_bytes), str(d.restarts), str(d.refusals), d.model,
+        cells += [str(d.worker_pid or "-"), _memory(d), str(d.restarts), str(d.refusals), d.model,
                   d.pci_bus_id, d.uuid]
     retry = f"next try in {duration(max(1.0, d.retry_at - now))}" if d.retry_at is not None else ""
     notes = (d.why, retry, d.without_kernels if full else "")
     return Row([one_line(c, 100) for c in cells], _DIE_COLOR.get(d.state), "; ".join(filter(None, notes)))
+
+
+def _memory(d: DieView) -> str:
+    """What its worker holds, of what the die has."""
+    held = f"{size(d.memory_used_bytes)} of " if d.memory_used_bytes is not None else ""
+    return held + size(d.memory_bytes)
 
 
 # ---- one job -----------------------------------------------------------------------------------------------------

@@ -87,6 +87,11 @@ def test_json_is_the_snapshot(rrd: Rrd, daemon: FakeDaemon) -> None:
     assert Snapshot.model_validate(body).job("code-a").step == 150
     one = json.loads(rrd("status", "code-a", "--json").stdout)
     assert (one["id"], one["state"], one["loss"]) == ("code-a", "running", 2.3412)
+    s = busy()
+    s.dies[0].memory_bytes, s.dies[0].memory_used_bytes, s.dies[1].memory_bytes = 12 << 30, 7 << 30, 12 << 30
+    daemon.show(s)
+    shown = [line for line in rrd("dies").stdout.splitlines() if "GiB" in line]
+    assert ["of" in line for line in shown] == [True, False] and "7.0 GiB of 12.0 GiB" in shown[0]
     listed = json.loads(rrd("dies", "--json").stdout)
     assert [d["name"] for d in listed["dies"]] == list("012345")
     assert [v["name"] for v in listed["lanes"]] == ["0", "1"]

@@ -225,15 +225,60 @@ def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
+def systemctl(*args: str) -> str:
+    done = subprocess.run(["/usr/bin/systemctl", *args], capture_output=True, text=True, check=False)
+    return (done.stdout + done.stderr).strip()
+
+
+def unit_is(state: str) -> None:
+    """Wait until rrd-gate.service is in ``state``; that may take a minute here."""
+    for _ in range(600):
+        if (now := systemctl("is-active", "rrd-gate.service")) == state:
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"rrd-gate.service is {now}: {systemctl('status', 'rrd-gate.service')}")
+
+
+def play_under_systemd() -> None:
+    """The units as they are installed: the first question starts the helper; a crash is put back, and so is the end."""
+    dice, dies = random.Random(0), {"flat": groups()["flat"]}
+    report(unconfigured=systemctl("start", "rrd-gate.socket"), socket=os.path.exists(SOCKET))
+    Path("/etc/rrd/gate.toml").write_text(configuration(dies))
+    boot = boot_state()
+    started, seen = systemctl("start", "rrd-gate.socket"), os.stat(SOCKET)
+    report(start=started, mode=oct(seen.st_mode & 0o777), group=seen.st_gid)
+    group = Group("flat", 0, dies["flat"])
+    asyncio.run(swaps(group, 20, dice))
+    pid = int(systemctl("show", "--property=MainPID", "--value", "rrd-gate.service"))
+    report(running=systemctl("is-active", "rrd-gate.service"), capabilities=capabilities(pid))
+    asyncio.run(kill_in_a_swap(pid, group, dice))
+    for _ in range(600):
+        if boot_state() == boot and not os.path.exists("/run/rrd-gate/state.json"):
+            break
+        time.sleep(0.05)
+    report(put_back=boot_state() == boot)
+    unit_is("active")  # Restart=on-failure
+    asyncio.run(swaps(group, 20, dice))
+    report(stop=systemctl("stop", "rrd-gate.socket", "rrd-gate.service"), boot=boot_state() == boot,
+           result=systemctl("show", "--property=Result", "--value", "rrd-gate.service"), socket=os.path.exists(SOCKET))
+
+
 def main() -> None:
-    for kind, at in (("proc", "/proc"), ("sysfs", "/sys"), ("devtmpfs", "/dev"), ("tmpfs", "/run"), ("tmpfs", "/tmp")):
+    under_systemd = os.getpid() != 1
+    mounts = (("proc", "/proc"), ("sysfs", "/sys"), ("devtmpfs", "/dev"), ("tmpfs", "/run"), ("tmpfs", "/tmp"))
+    for kind, at in () if under_systemd else mounts:
         mount(kind, at)
-    words = dict(word.partition("=")[::2] for word in sys.argv[1:])
+    words = Path("/proc/cmdline").read_text().split()
+    numbers = {k.removeprefix("rrd."): int(v) for k, _, v in (w.partition("=") for w in words) if k.startswith("rrd.")}
     try:
-        play({name: int(words[name]) for name in ("flat", "boards", "bus")}, int(words["kills"]))
+        if under_systemd:
+            play_under_systemd()
+        else:
+            play(numbers, numbers["kills"])
         report(end="well")
     except BaseException:
-        report(end="badly", why=traceback.format_exc().splitlines())
+        said = systemctl("status", "rrd-gate.service") if under_systemd else ""
+        report(end="badly", why=[*traceback.format_exc().splitlines(), *said.splitlines()])
     finally:
         sys.stdout.flush()
         libc.reboot(0x01234567)  # -no-reboot makes this the end

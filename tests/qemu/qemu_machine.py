@@ -16,32 +16,37 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import kernel
+import guest_kernel
 import pytest
 
 QEMU = "qemu-system-x86_64"
 ROOT = Path(__file__).resolve().parents[2]
 REPORT = "RRD-REPORT "
+PYTHON = "/usr/bin/python3"
 
 needs_qemu = pytest.mark.skipif(
-    shutil.which(QEMU) is None or kernel.find() is None,
-    reason=f"needs {QEMU} (apt-get install qemu-system-x86) and a kernel (python tests/qemu/kernel.py)")
+    shutil.which(QEMU) is None or guest_kernel.find() is None,
+    reason=f"needs {QEMU} (apt-get install qemu-system-x86) and a kernel (python tests/qemu/guest_kernel.py)")
 
 
 class Machine:
-    """Built below ``path`` to run ``program``, a file, as its first process; it imports ``modules``."""
+    """Built below ``path`` to run ``program``, a file, as its first process; it imports ``modules``. With ``systemd``,
+    the first process is that, as this host has it, and the program is a service of it, beside rrd-gate's own units."""
 
-    def __init__(self, path: Path, program: Path, modules: Sequence[str]) -> None:
+    def __init__(self, path: Path, program: Path, modules: Sequence[str], *, systemd: bool = False) -> None:
         self._path = path
         self._initrd = path / "initrd"
-        python, files = _needed(modules)
+        python, files = _needed(sys.executable, modules)
         environment = {"PYTHONPATH": os.pathsep.join([str(ROOT), *(p for p in sys.path if p.endswith("-packages"))]),
                        "PYTHONDONTWRITEBYTECODE": "1"}
         archive = _Archive(self._initrd)
-        archive.put("/init", 0o755, f"#!{python} -S\nimport os, sys\nos.environ.update({environment!r})\n"
+        archive.put("/sbin/init-of-tests", 0o755, f"#!{python} -S\nimport os, sys\nos.environ.update({environment!r})\n"
                     f"os.execv({python!r}, [{python!r}, '-S', {str(program)!r}, *sys.argv[1:]])\n".encode())
         for file in {*files, program}:
             archive.copy(file)
+        archive.link("/init", "/lib/systemd/systemd" if systemd else "/sbin/init-of-tests")
+        if systemd:
+            _put_systemd(archive)
         for directory in ("dev", "proc", "sys", "run", "tmp", "etc/rrd"):
             archive.directory(f"/{directory}")
         archive.close()
@@ -51,8 +56,9 @@ class Machine:
         kernel's command line. Whatever goes wrong, the console is in the failure."""
         console = self._path / "console"
         argv = [QEMU, "-machine", "q35,accel=tcg", "-cpu", "max", "-m", "512", "-nodefaults", "-display", "none",
-                "-no-reboot", "-serial", f"file:{console}", "-kernel", str(kernel.find()), "-initrd", str(self._initrd),
-                "-append", " ".join(["console=ttyS0", "quiet", "panic=-1", "--", *words]), *devices]
+                "-no-reboot", "-serial", f"file:{console}",
+                "-kernel", str(guest_kernel.find()), "-initrd", str(self._initrd),
+                "-append", " ".join(["console=ttyS0", "quiet", "panic=-1", *(f"rrd.{w}" for w in words)]), *devices]
         try:
             done = subprocess.run(argv, capture_output=True, text=True, timeout=seconds, check=False)
             said = done.stderr
@@ -64,19 +70,61 @@ class Machine:
         return reports
 
 
-def _needed(modules: Sequence[str]) -> tuple[str, set[Path]]:
-    """The interpreter, and every file that it has opened once it has imported ``modules``."""
+def why_no_systemd() -> str:
+    """Empty where there is a systemd to boot."""
+    needed = ["/lib/systemd/systemd", "/lib/systemd/systemd-journald", PYTHON]
+    return "".join(f"needs {path}" for path in needed if not os.access(path, os.X_OK))
+
+
+def _put_systemd(archive: _Archive) -> None:
+    """systemd with its targets, its journal, and the units of rrd-gate as they are installed: run by an interpreter
+    that ProtectHome= does not hide."""
+    python, files = _needed(PYTHON, ["rrd.helper.main", "tempfile", "subprocess", "difflib", "encodings.ascii"])
+    programs = [Path("/lib/systemd") / name for name in ("systemd", "systemd-journald", "systemd-shutdown")]
+    programs.append(Path("/usr/bin/systemctl"))
+    for file in (f for f in files if not f.is_relative_to(ROOT)):
+        archive.copy(file)
+    for program in programs:
+        for file in (program, *_libraries(program)):
+            archive.copy(file)
+    units = Path("/lib/systemd/system")
+    for unit in (*units.glob("*.target"), *units.glob("systemd-journald*")):
+        archive.copy(unit)
+    for source in (ROOT / "rrd" / "__init__.py", *(ROOT / "rrd" / "helper").glob("*.py")):
+        archive.put(f"/usr/lib/rrd/lib/{source.relative_to(ROOT)}", 0o644, source.read_bytes())
+    archive.put("/usr/lib/rrd/venv/bin/rrd-gate", 0o755, f"#!{python} -S\nimport sys\n"
+                "sys.path.insert(0, '/usr/lib/rrd/lib')\nfrom rrd.helper.main import main\nsys.exit(main())\n".encode())
+    for unit in (ROOT / "units").glob("rrd-gate.*"):
+        archive.put(f"/etc/systemd/system/{unit.name}", 0o644, unit.read_bytes())
+    archive.put("/etc/systemd/system/default.target", 0o644,
+                b"[Unit]\nRequires=guest.service basic.target\nAfter=basic.target\nAllowIsolate=yes\n")
+    archive.put("/etc/systemd/system/guest.service", 0o644, b"[Unit]\nAfter=basic.target\n[Service]\n"
+                b"ExecStart=/sbin/init-of-tests\nStandardOutput=tty\nStandardError=tty\nTTYPath=/dev/ttyS0\n"
+                b"StandardInput=null\n")
+    archive.put("/etc/passwd", 0o644, b"root:x:0:0::/:/bin/sh\nrrd:x:900:900::/:/bin/sh\n")
+    archive.put("/etc/group", 0o644, b"root:x:0:\ntty:x:5:\nrrd:x:900:\n")
+    archive.put("/etc/machine-id", 0o644, b"0123456789abcdef0123456789abcdef\n")
+    archive.put("/etc/os-release", 0o644, b"ID=tests\n")
+
+
+def _libraries(program: Path) -> list[Path]:
+    shown = subprocess.run(["ldd", str(program)], capture_output=True, text=True, check=True).stdout
+    return [Path(word) for word in shown.split() if word.startswith("/")]
+
+
+def _needed(python: str, modules: Sequence[str]) -> tuple[str, set[Path]]:
+    """The interpreter itself, and every file that it has opened once it has imported ``modules``."""
     code = ("import importlib, json, os, sys\n"
             f"for name in {list(modules)!r}: importlib.import_module(name)\n"
             "files = {f for m in list(sys.modules.values()) for f in (getattr(m, '__file__', None), "
             "getattr(m, '__cached__', None)) if f and os.path.exists(f)}\n"
             "maps = {line.split(None, 5)[5].strip() for line in open('/proc/self/maps') if line.count('/')}\n"
             "print(json.dumps([os.path.realpath(sys.executable), sorted(files | maps)]))")
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-    python, files = json.loads(run.stdout)
+    run = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    real, files = json.loads(run.stdout)
     found = {Path(f) for f in files if os.path.isfile(f)}
     names = {link for f in found if ".so" in f.name for link in f.parent.glob(f.name.split(".so")[0] + ".so*")}
-    return python, {Path("/lib64/ld-linux-x86-64.so.2"), *found, *(n for n in names if n.is_symlink())}
+    return real, {Path("/lib64/ld-linux-x86-64.so.2"), *found, *(n for n in names if n.is_symlink())}
 
 
 class _Archive:
@@ -100,7 +148,12 @@ class _Archive:
             self._entry(str(file), stat.S_IFREG | 0o755, file.read_bytes(), mtime=int(file.stat().st_mtime))
 
     def put(self, path: str, mode: int, data: bytes) -> None:
+        self.directory(str(Path(path).parent))
         self._entry(path, stat.S_IFREG | mode, data)
+
+    def link(self, path: str, target: str) -> None:
+        self.directory(str(Path(path).parent))
+        self._entry(path, stat.S_IFLNK | 0o777, target.encode())
 
     def directory(self, path: str) -> None:
         for place in (*reversed(Path(path).parents), Path(path)):

@@ -21,9 +21,10 @@ _MARKS = {"ok": click.style("ok   ", fg="green"), "warn": click.style("warn ", f
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="All findings, as JSON.")
 @click.option("--quiet", "-q", is_flag=True, help="Only what is not in order.")
+@click.option("--skip", multiple=True, metavar="CHECK", help="Leave a check out; may be repeated.")
 @where
 @click.pass_context
-def doctor(ctx: click.Context, as_json: bool, quiet: bool, where: Where) -> None:
+def doctor(ctx: click.Context, as_json: bool, quiet: bool, skip: tuple[str, ...], where: Where) -> None:
     """Examine this box: chips, driver and torch, configuration, jobs' paths, disk, clock, gates.
 
     Changes nothing. As root it also finds out what the service's user may read. Exit code 1 if something will not work,
@@ -32,7 +33,10 @@ def doctor(ctx: click.Context, as_json: bool, quiet: bool, where: Where) -> None
     from rrd.cli import checkup, hardware
 
     patient = _patient(where)
-    found = list(checkup.examine(patient, {**checkup.CHECKS, **hardware.CHECKS}))
+    checks = {**checkup.CHECKS, **hardware.CHECKS}
+    if unknown := set(skip) - set(checks):
+        raise click.UsageError(f"No such check: {', '.join(sorted(unknown))}. There are {', '.join(checks)}.")
+    found = list(checkup.examine(patient, {name: c for name, c in checks.items() if name not in skip}))
     if as_json:
         show.as_json(checkup.facts(found))
     else:

@@ -1,7 +1,7 @@
 """The man pages, made when they are installed from what the program itself says: ``--help`` of every command, and the
 keys' own descriptions. So they cannot be out of date.
 
-``python -m rrd.cli.manual DIR`` writes them to ``DIR/man1`` and so on.
+``python -m rrd.cli.manual DIR [rrd-setup]`` writes them to ``DIR/man1`` and so on.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import dataclasses
 import inspect
 import json
 import re
+import runpy
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -234,17 +235,8 @@ def mark(model: type[BaseModel], name: str) -> str:
 
 
 def rrd_gate_8() -> Iterator[str]:
-    parser = helper._arguments()
     yield from head("rrd-gate", 8, "grant the dies of a bar-swap box one at a time")
-    yield ".SH SYNOPSIS\n" + roff(" ".join(parser.format_usage().removeprefix("usage: ").split()))
-    yield ".SH DESCRIPTION"
-    yield from paragraphs(parser.description or "")
-    yield from paragraphs(helper.__doc__ or "")
-    yield ".SH OPTIONS"
-    for action in parser._actions:
-        if action.help != argparse.SUPPRESS:
-            flags = ", ".join(action.option_strings) + (f" {action.metavar}" if action.metavar else "")
-            yield item(flags, (action.help or "").replace("%(default)s", str(action.default)))
+    yield from of_parser(helper._arguments(), helper.__doc__ or "")
     yield ".SH FILES"
     yield item(gate.PATH, "The configuration, in TOML. Its keys:")
     yield ".RS"
@@ -253,6 +245,26 @@ def rrd_gate_8() -> Iterator[str]:
     yield from fields(gate.GroupConfig)
     yield ".RE"
     yield see_also("rrd(1)", "rrd.toml(5)")
+
+
+def of_parser(parser: argparse.ArgumentParser, more: str = "") -> Iterator[str]:
+    """Synopsis, description and options of a program that is no command of rrd."""
+    yield ".SH SYNOPSIS\n" + roff(" ".join(parser.format_usage().removeprefix("usage: ").split()))
+    yield ".SH DESCRIPTION"
+    yield from paragraphs(parser.description or "")
+    yield from paragraphs(more) if more else ()
+    yield ".SH OPTIONS"
+    for action in parser._actions:
+        if action.help != argparse.SUPPRESS:
+            flags = ", ".join(action.option_strings) + (f" {action.metavar}" if action.metavar else "")
+            yield item(flags, (action.help or "").replace("%(default)s", str(action.default)))
+
+
+def rrd_setup_8(script: str) -> str:
+    """The page of the package's own script, which is no part of this one."""
+    page = [*head("rrd-setup", 8, "make the Python environment that rrd runs in"),
+            *of_parser(runpy.run_path(script)["arguments"]()), see_also("rrd(1)")]
+    return "\n".join(page).replace(".SH DESCRIPTION\n.PP", ".SH DESCRIPTION") + "\n"
 
 
 def fields(kind_of: type[Any]) -> Iterator[str]:
@@ -278,7 +290,10 @@ def pages() -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    for name, text in pages().items():
+    every = pages()
+    if sys.argv[2:]:
+        every["man8/rrd-setup.8"] = rrd_setup_8(sys.argv[2])
+    for name, text in every.items():
         path = Path(sys.argv[1]) / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)

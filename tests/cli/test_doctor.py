@@ -211,6 +211,8 @@ def test_the_command_says_it_for_people_and_programs(tmp_path: Path, monkeypatch
     assert {"check", "level", "sentence", "fix"} == set(found[0])
     bad = tmp_path / "rrd.toml"
     bad.write_text("cpu_dyes = 3\n")
-    refused = CliRunner().invoke(app, ["doctor", "-q", "-c", str(bad)])
+    refused = CliRunner().invoke(app, ["doctor", "-q", "--skip", "daemon", "-c", str(bad)])
     assert refused.exit_code == 78
+    assert "daemon" not in refused.output
+    assert CliRunner().invoke(app, ["doctor", "--skip", "demon", *state]).exit_code == 2
     assert "rrd.toml:1: unknown key `cpu_dyes`" in refused.output and "did you mean `cpu_dies`?" in refused.output

@@ -61,6 +61,7 @@ def mount(directory: Path) -> Path:
 def seed(root: Path, plan: dict[str, Any]) -> None:
     """What is different from the host before the first boot: none of its own services, and what the plan says."""
     shutil.rmtree(root / "etc/systemd/system", ignore_errors=True)
+    (root / "usr/sbin/policy-rc.d").unlink(missing_ok=True)  # a container's way to have packages start nothing
     for name, target in plan["links"].items():
         path = root / name.lstrip("/")
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,157 @@
+"""The Debian package, built and used: installed, upgraded while a job trains, removed, purged."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from machine import Machine
+from service import ADAPTERS, ENDLESS, INPUTS, JOBS, PYTHON, ROOT, SITE, VENV, Service, environment
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("dh") is None,
+                                                   reason="needs debhelper (apt-get install debhelper)")]
+
+
+def build(directory: Path, version: str) -> Path:
+    """``make deb`` of this checkout, as ``version``."""
+    tree = directory / version
+    tree.mkdir(parents=True)
+    for name in ("Makefile", "pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE", "rrd", "units", "etc", "docs",
+                 "packaging"):
+        (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, tree / name)
+    init, log = tree / "rrd/__init__.py", tree / "packaging/debian/changelog"
+    old = init.read_text().split('"')[-2]
+    init.write_text(init.read_text().replace(old, version))
+    log.write_text(log.read_text().replace(f"({old})", f"({version})", 1))
+    venv = Path(shutil.which("python") or "").parent if not (ROOT / ".venv").exists() else ROOT / ".venv"
+    subprocess.run(["make", "-s", "-o", f"{venv}/.done", f"VENV={venv}", "deb"], cwd=tree, check=True,
+                   stdout=subprocess.DEVNULL, env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "PYTHONPATH": str(tree)})
+    (package,) = (tree / "build").glob("*.deb")
+    return package
+
+
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """An older and a newer one."""
+    directory = tmp_path_factory.mktemp("packages")
+    return build(directory, "0.1.0"), build(directory, "0.2.0")
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory, packages: tuple[Path, Path], inputs: Path) -> Iterator[Service]:
+    """A machine that has an environment with torch, as if the package had been there before, and no network."""
+    files, links, binds = environment()
+    major, minor = PYTHON.removeprefix("python").split(".")
+    files[f"{VENV}/rrd-setup.json"] = (f'{{"torch": "cpu", "python": [{major}, {minor}]}}', 0o644)
+    binds |= {inputs: INPUTS, packages[0]: "/srv/old.deb", packages[1]: "/srv/new.deb"}
+    machine = Machine(tmp_path_factory.mktemp("machine") / "package", files=files, links=links, binds=binds)
+    try:
+        machine.up()
+        yield Service(machine)
+    finally:
+        machine.close()
+
+
+def test_lintian_has_nothing_to_say(packages: tuple[Path, Path]) -> None:
+    if shutil.which("lintian") is None:
+        pytest.skip("needs lintian (apt-get install lintian)")
+    said = subprocess.run(["lintian", "--allow-root", "--fail-on", "warning,error", str(packages[0])],
+                          capture_output=True, text=True, check=False)
+    assert (said.returncode, said.stdout) == (0, "")
+
+
+def test_installed_it_runs_and_trains(service: Service) -> None:
+    said = service.machine.run("dpkg", "-i", "/srv/old.deb")
+    assert "no NVIDIA chips: torch for cpu" in said
+    assert [service.property(name) for name in ("ActiveState", "UnitFileState")] == ["active", "enabled"]
+    assert service.property("FragmentPath") == "/lib/systemd/system/rrd.service"
+    service.drop("first", max_steps=20)
+    service.wait_done("first")
+    assert service.machine.run("rrd", "--version") == "rrd 0.1.0"
+    assert "rrd" in service.machine.run("man", "-w", "rrd", "rrd.toml", "rrd-job", "rrd-gate", "rrd-setup")
+
+
+def test_an_upgrade_saves_every_job_and_goes_on(service: Service) -> None:
+    machine = service.machine
+    service.drop("second", max_steps=ENDLESS, checkpoint_every=1000)
+    service.wait_step("second", 10)
+    since = service.now()
+    machine.run("dpkg", "-i", "/srv/new.deb")
+    assert service.said("saving every job", since)
+    assert machine.run("rrd", "--version") == "rrd 0.2.0"
+    steps = service.history("second")
+    service.wait_step("second", steps[-1] + 2)
+    assert service.said("resumed from step", since)
+    again = service.history("second")
+    assert again == list(range(1, len(again) + 1)), "each step once"
+    assert service.property("NRestarts") == "0"
+
+
+def test_removed_and_purged_it_leaves_what_is_somebodys_work(service: Service) -> None:
+    machine = service.machine
+    adapter = service.adapter("first")
+    machine.run("dpkg", "--remove", "rrd")
+    assert service.property("ActiveState") == "inactive"
+    assert machine.run("ls", "/etc/rrd/rrd.toml")
+    said = machine.run("sh", "-c", "DEBIAN_FRONTEND=teletype dpkg --purge rrd </dev/null")
+    assert "/var/lib/rrd stays, with adapters and checkpoints" in said
+    assert service.adapter("first") == adapter
+    gone = "/usr/lib/rrd /usr/share/rrd /var/cache/rrd /run/rrd"
+    left = machine.run("sh", "-c", f"ls -d /etc/rrd/* {gone} 2>/dev/null || :")
+    assert left.split() == ["/etc/rrd/jobs.d"], "with the job files that are somebody's"
+    assert machine.run("ls", ADAPTERS) == "first" and "second" in machine.run("ls", JOBS)
+    assert "rrd.service" not in machine.run("systemctl", "list-unit-files", "rrd*", check=False)
+
+
+def test_installed_again_it_goes_on(service: Service) -> None:
+    machine = service.machine
+    machine.run("mkdir", "-p", f"{SITE}", f"{VENV}/bin")
+    files, links, _ = environment()
+    for path, (text, mode) in files.items():
+        machine.write(path, text, mode)
+    for path, target in links.items():
+        machine.run("ln", "-sf", target, path)
+    major, minor = PYTHON.removeprefix("python").split(".")
+    machine.write(f"{VENV}/rrd-setup.json", f'{{"torch": "cpu", "python": [{major}, {minor}]}}')
+    before = service.history("second")
+    machine.run("dpkg", "-i", "/srv/new.deb")
+    service.wait_step("second", before[-1] + 2)
+
+
+@pytest.fixture(scope="module")
+def wheelhouse(tmp_path_factory: pytest.TempPathFactory, packages: tuple[Path, Path]) -> Path:
+    """All wheels that rrd needs, the torch of these tests among them, from wherever pip is set up to take them."""
+    directory = tmp_path_factory.mktemp("wheelhouse")
+    wheel = next((packages[0].parent / "deb").glob("rrd/wheel/*.whl"))
+    fetch = [sys.executable, "-m", "pip", "download", "--quiet", "-d", str(directory), "--timeout", "20"]
+    fetched = subprocess.run([*fetch, str(wheel), f"torch=={torch.__version__}"], capture_output=True, text=True,
+                             timeout=280, check=False)
+    if fetched.returncode != 0:
+        pytest.skip(f"needs an index to fetch torch from: {fetched.stderr.strip()[-300:]}")
+    return directory
+
+
+def test_without_a_network_an_environment_is_made_from_a_directory_of_wheels(
+        tmp_path_factory: pytest.TempPathFactory, packages: tuple[Path, Path], wheelhouse: Path, inputs: Path) -> None:
+    """From nothing but the system's Python."""
+    machine = Machine(tmp_path_factory.mktemp("machine") / "offline", binds={
+        inputs: INPUTS, packages[0]: "/srv/rrd.deb", wheelhouse: "/srv/wheels"})
+    service = Service(machine)
+    try:
+        machine.up()
+        said = machine.run("dpkg", "-i", "/srv/rrd.deb")
+        assert "pip could not install what rrd needs" in said and "its Python environment is not" in said
+        assert "hint: sudo rrd-setup makes it" in machine.attempt("rrd", "status").stdout
+        assert "ConditionFileIsExecutable" in machine.run("systemctl", "status", "rrd", check=False)
+        machine.write("/etc/rrd/setup.conf", "TORCH=cpu\nWHEELHOUSE=/srv/wheels\n")
+        machine.run("rrd-setup", seconds=280)
+        machine.run("systemctl", "start", "rrd")
+        service.drop("first", max_steps=10)
+        service.wait_done("first")
+    finally:
+        machine.close()

@@ -2,7 +2,8 @@
 
 Six CPU dies that train on one model would hold it six times. Instead the first to need it writes the weights, in the
 dtype they are stored in and 64-byte aligned, under the cache directory, and everybody maps that file: the page cache
-holds it once. The cache may be deleted at any time; a mapped file lives on until its last process ends.
+holds it once, and each checks it against its digest before. The cache may be deleted at any time; a mapped file lives
+on until its last process ends.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ import json
 import mmap
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from rrd.models.layout import Layout
 
 FORMAT = 1
 _WEIGHTS, _META = "weights", "meta.json"
+_PIECE = 1 << 22
 
 
 def shared(layout: Layout, store_dir: Path, progress: Progress | None) -> tuple[dict[str, Tensor], str]:
@@ -40,10 +42,10 @@ def shared(layout: Layout, store_dir: Path, progress: Progress | None) -> tuple[
         raise durable.trouble(e, store_dir) from e
     alive = (lambda: progress(0, 1)) if progress else (lambda: None)  # waiting for who writes it now is no hang
     place = store_dir / _stamp(layout)
-    digest = _digest(place, layout.size)
+    digest = _digest(place, layout.size, alive)
     if digest is None:
         with durable.lock_when_free(store_dir / f"{place.name}.lock", what="the store's entry", alive=alive):
-            digest = _digest(place, layout.size) or _write(place, layout, progress)
+            digest = _digest(place, layout.size, alive) or _write(place, layout, progress)
     return dict(layout.views(_map(place / _WEIGHTS, layout.size))), digest
 
 
@@ -56,23 +58,33 @@ def _stamp(layout: Layout) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:40]
 
 
-def _digest(place: Path, nbytes: int) -> str | None:
-    """The digest of the model stored at ``place``; None where none is, or not all of it."""
+def _digest(place: Path, nbytes: int, alive: Callable[[], None]) -> str | None:
+    """The digest of the model stored at ``place``, every byte checked; None where none is, or not as it was written."""
     try:
         meta: dict[str, Any] = json.loads((place / _META).read_bytes())
-        if (place / _WEIGHTS).stat().st_size != nbytes:
-            return None
+        with open(place / _WEIGHTS, "rb", buffering=0) as f:
+            if os.fstat(f.fileno()).st_size != nbytes or _sha256(f, alive) != meta["weights"]:
+                return None
         return str(meta["digest"])
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def _sha256(file: IO[bytes], alive: Callable[[], None]) -> str:
+    sha, piece = hashlib.sha256(), memoryview(bytearray(_PIECE))
+    while n := file.readinto(piece):  # type: ignore[attr-defined]
+        sha.update(piece[:n])
+        alive()
+    return sha.hexdigest()
 
 
 def _write(place: Path, layout: Layout, progress: Progress | None) -> str:
     stream = layout.stream(progress)
     try:
         with durable.NewDirectory(place.parent, place.name) as new:
-            new.add(_WEIGHTS, _bytes(stream, layout), size=layout.size)
-            new.add(_META, [json.dumps({"digest": stream.digest, "model": str(layout.files.path)}).encode()])
+            _, written = new.add(_WEIGHTS, _bytes(stream, layout), size=layout.size)
+            meta = {"digest": stream.digest, "weights": written, "model": str(layout.files.path)}
+            new.add(_META, [json.dumps(meta).encode()])
             new.commit(place.name, replace=True)
     except OSError as e:
         raise durable.trouble(e, place) from e

@@ -70,6 +70,19 @@ def test_a_torn_entry_is_written_anew(tmp_path: Path) -> None:
         assert torch.equal(base.tensors["model.norm.weight"], torch.ones(32))
 
 
+def test_a_flipped_bit_is_not_trained_on(tmp_path: Path) -> None:
+    path, store = make_model(tmp_path / "m"), tmp_path / "store"
+    good = load_base(path).tensors
+    load_base(path, store_dir=store)
+    (file,) = weights(store)
+    whole = file.read_bytes()
+    for at in (0, len(whole) // 2, len(whole) - 1):
+        file = weights(store)[0]
+        file.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
+        base = load_base(path, store_dir=store)
+        assert all(torch.equal(t, good[n]) for n, t in base.tensors.items())
+
+
 def test_a_mapped_model_outlives_its_file(tmp_path: Path) -> None:
     path, store = make_model(tmp_path / "m"), tmp_path / "store"
     model = build(load_base(path, store_dir=store))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 from xml.etree import ElementTree
@@ -10,6 +11,7 @@ import pytest
 
 from rrd.cli.app import COMMANDS
 from rrd.config import Config, GateConfig, LaneConfig
+from rrd.helper.config import GroupConfig, HelperConfig
 from rrd.job import JobSpec
 from rrd.journal import Kind
 
@@ -18,6 +20,7 @@ PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*
 PICTURES = sorted(ROOT.glob("docs/**/*.svg"))
 
 KEYS = {key for table in (JobSpec, Config, LaneConfig, GateConfig) for key in table.model_fields}
+KEYS |= {f.name for table in (HelperConfig, GroupConfig) for f in dataclasses.fields(table)}
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 

@@ -26,10 +26,17 @@ os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
 """
 
 
-def fake_sysfs(path: Path) -> Path:
-    """Six dies as plain files, so every bit can be written: the first is at the window, and on."""
+def fake_sysfs(path: Path, *, boards: bool = False) -> Path:
+    """Six dies as plain files, so every bit can be written: the first is at the window, and on. With ``boards``, two
+    each are behind a root port and a switch, whose windows hold the shared one."""
     for n, address in ADDRESSES.items():
-        device = path / "devices" / "pci0000:00" / address
+        device = path / "devices" / "pci0000:00"
+        board, side = divmod(int(n), 2)
+        for bridge in (f"0000:00:{board + 1:02x}.0", f"0000:a{board}:00.0", f"0000:b{board}:{side:02x}.0") * boards:
+            device /= bridge
+            if not device.exists():
+                _make_bridge(path, device)
+        device /= address
         device.mkdir(parents=True)
         regs = bytearray(64)
         regs[0:4] = (0x102D_10DE).to_bytes(4, "little")
@@ -42,10 +49,24 @@ def fake_sysfs(path: Path) -> Path:
         (device / "resource").write_text(
             f"{WINDOW[0]:#018x} {WINDOW[0] + 15:#018x} 0x0000000000040200\n"
             f"{WINDOW[1]:#018x} {WINDOW[1] + 15:#018x} 0x000000000014220c\n" + f"{0:#018x} {0:#018x} {0:#018x}\n" * 5)
-        link = path / "bus" / "pci" / "devices" / address
-        link.parent.mkdir(parents=True, exist_ok=True)
-        link.symlink_to(device)
+        _link(path, device)
     return path
+
+
+def _make_bridge(path: Path, device: Path) -> None:
+    device.mkdir(parents=True)
+    regs = bytearray(64)
+    regs[0:6] = bytes.fromhex("b5104787 0600")
+    regs[0x0E] = 0x01
+    regs[0x20:0x30] = bytes.fromhex("00f800f8 01000100 38000000 39000000")
+    (device / "config").write_bytes(regs)
+    _link(path, device)
+
+
+def _link(path: Path, device: Path) -> None:
+    link = path / "bus" / "pci" / "devices" / device.name
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.symlink_to(device)
 
 
 def open_dies(sysfs: Path) -> list[str]:

@@ -215,12 +215,13 @@ def test_every_download_is_fixed_to_version_and_hash() -> None:
 # -- the jobs -----------------------------------------------------------------------------------------------------
 
 
-def test_there_are_six_jobs_of_which_one_trains_all_weights(tmp_path: Path) -> None:
+def test_there_are_eight_jobs_of_which_two_train_all_weights(tmp_path: Path) -> None:
     written = jobs.write_jobs(tmp_path / "de\"mo ü")
     specs = {path.stem: parse_job(path.name, path.read_bytes()) for path in written}
-    assert len(specs) == 6
+    assert len(specs) == 8
     assert all(JOB_ID.fullmatch(job) for job in specs)
-    assert sum(spec.method == "full" for spec in specs.values()) == 1
+    assert sum(spec.method == "full" for spec in specs.values()) == 2
+    assert specs["rwkv-lora"].model == str(tmp_path / "de\"mo ü" / "state" / "adapters" / "rwkv-new")
     assert len({spec.lora_rank for spec in specs.values()}) >= 3
     assert len({spec.data for spec in specs.values()}) >= 4
     for spec in specs.values():
@@ -235,7 +236,9 @@ def test_the_jobs_name_what_is_fetched(tmp_path: Path) -> None:
     specs = [parse_job(path.name, path.read_bytes()) for path in jobs.write_jobs(tmp_path)]
     fetched = {str(fetch.data_file(tmp_path, name, part)) for name in fetch.TEXTS for part in ("train", "heldout")}
     assert {spec.data for spec in specs} | {spec.eval_data for spec in specs} == fetched
-    assert {spec.model for spec in specs} == {str(fetch.model_dir(tmp_path)), str(fetch.small_model_dir(tmp_path))}
+    trained = str(tmp_path / "state" / "adapters" / "rwkv-new")
+    assert {spec.model for spec in specs} == {trained} | {
+        str(of(tmp_path)) for of in (fetch.model_dir, fetch.small_model_dir, fetch.new_model_dir)}
 
 
 def test_writing_the_jobs_again_is_no_edit(tmp_path: Path) -> None:
@@ -259,13 +262,13 @@ def test_losses_count_a_step_done_again_once() -> None:
 
 def test_the_end_shows_every_job_and_python(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     state = tmp_path / "state"
-    for job in jobs.JOBS:
+    for job in jobs.JOBS | jobs.THEN:
         (state / "jobs" / job).mkdir(parents=True)
         (state / "jobs" / job / "history.jsonl").write_text('{"step": 1, "loss": 2.5}\n{"step": 1, "eval_loss": 2}\n')
     finish.adapter_dir(state, finish.SHOWN_JOB).mkdir(parents=True)
     finish.main([str(tmp_path)])
     out = capsys.readouterr().out
-    assert all(job in out for job in jobs.JOBS)
+    assert all(job in out for job in jobs.JOBS | jobs.THEN)
     assert "2.50 → 2.50" in out
     assert "PeftModel.from_pretrained" in out
     script = (tmp_path / "load_adapter.py").read_text(encoding="utf-8")
@@ -276,3 +279,21 @@ def test_the_end_shows_every_job_and_python(tmp_path: Path, capsys: pytest.Captu
 def test_the_end_without_a_beginning_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(RrdError, match="nothing was trained"):
         finish.main([str(tmp_path)])
+
+
+def test_the_new_rwkv_has_words_for_its_text_and_can_be_asked(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    for name in ("jargon-text", "stdlib"):
+        rows = [{"text": f"def get(self, {n}): zork"} for n in "abc"]
+        texts.write_jsonl(fetch.data_file(tmp_path, name, "train"), rows)
+    fetch.make_new_model(tmp_path)
+    new, state = fetch.new_model_dir(tmp_path), tmp_path / "state"
+    assert fetch.from_scratch.END in json.loads((new / "tokenizer.json").read_text())["model"]["vocab"]
+    assert finish.write_rwkv_script(tmp_path, state) is None
+    for place in (finish.adapter_dir(state, "rwkv-new"), finish.adapter_dir(state, "rwkv-lora") / "merged"):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.symlink_to(new)
+    script = finish.write_rwkv_script(tmp_path, state)
+    assert script
+    run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
+    assert run.stdout.count("def get(self") == 2, run.stderr

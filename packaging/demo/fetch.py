@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import from_gguf
+import from_scratch
 import texts
 
 from rrd.errors import BadConfig, DiskTrouble, RrdError, TryLater
@@ -43,6 +44,10 @@ def model_dir(demo: Path) -> Path:
 
 def small_model_dir(demo: Path) -> Path:
     return demo / "models" / f"SmolLM2-{SMALL_LAYERS}-layers"
+
+
+def new_model_dir(demo: Path) -> Path:
+    return demo / "models" / "RWKV-7-new"
 
 
 def data_file(demo: Path, name: str, part: str) -> Path:
@@ -140,6 +145,14 @@ def make_small_model(demo: Path) -> None:
             shutil.copy(source / name, beside / name)
 
 
+def make_new_model(demo: Path) -> None:
+    """An RWKV-7 that knows nothing, with a vocabulary of the texts that it and its adapter are to learn."""
+    tokenizer = demo / "downloads" / "tokenizer.json"
+    tokenizer.parent.mkdir(parents=True, exist_ok=True)
+    from_scratch.make_tokenizer(tokenizer, [data_file(demo, name, "train") for name in ("jargon-text", "stdlib")])
+    from_scratch.make_model(new_model_dir(demo), tokenizer)
+
+
 def layer(name: str) -> int:
     """The layer that a tensor belongs to; -1 for what stands outside the layers."""
     parts = name.split(".")
@@ -202,6 +215,7 @@ def fetch(demo: Path) -> None:
     once(small_model_dir(demo), f"its first {SMALL_LAYERS} layers as a small model", lambda: make_small_model(demo))
     for name, (what, rows) in TEXTS.items():
         once(data_file(demo, name, "train"), what, lambda name=name, rows=rows: fetch_text(demo, name, rows(demo)))  # type: ignore[misc]
+    once(new_model_dir(demo), "a new RWKV-7 of random weights, and a vocabulary", lambda: make_new_model(demo))
 
 
 def once(result: Path, what: str, build: Callable[[], None]) -> None:

@@ -41,6 +41,28 @@ print("with the adapter:   ", answer())
 """
 
 
+RWKV_SCRIPT = """\
+import torch
+from tokenizers import Tokenizer
+
+from rrd.models import build, load_base
+
+@torch.no_grad()
+def answer(path):
+    tokenizer, model = Tokenizer.from_file(path + "/tokenizer.json"), build(load_base(path))
+    said, states = tokenizer.encode("def get(self, name):\\n").ids, None
+    new = said
+    while len(said) < 40:
+        hidden, states = model.carry(torch.tensor([new]), states)
+        new = [int((hidden[0, -1] @ model.head_weight.t()).argmax())]
+        said = said + new
+    return tokenizer.decode(said)
+
+print("the RWKV-7 from scratch:", answer("{base}"))
+print("with the adapter, merged:", answer("{merged}"))
+"""
+
+
 class Losses(NamedTuple):
     """Of one job; None where nothing was recorded."""
 
@@ -91,7 +113,7 @@ def adapter_dir(state: Path, job: str) -> Path:
 def table(state: Path) -> Iterator[str]:
     """The lines of the table, its head first."""
     yield _line("job", "steps", "training loss", "held-out loss", "result")
-    for job in jobs.JOBS:
+    for job in jobs.JOBS | jobs.THEN:
         got, there = losses(history(state, job)), adapter_dir(state, job)
         heldout = _fell(got.heldout_first, got.heldout_last)
         result = str(_short(there)) if there.exists() else "none"
@@ -118,6 +140,16 @@ def write_script(demo: Path, state: Path) -> Path:
     return path
 
 
+def write_rwkv_script(demo: Path, state: Path) -> Path | None:
+    """The same for the RWKV-7, by rrd's own code; None where its adapter is not there."""
+    base, merged = adapter_dir(state, "rwkv-new"), adapter_dir(state, "rwkv-lora") / "merged"
+    if not (base.exists() and merged.exists()):
+        return None
+    path = demo / "ask_rwkv.py"
+    path.write_text(RWKV_SCRIPT.format(base=base, merged=merged), encoding="utf-8")
+    return path
+
+
 def check(script: Path) -> None:
     """Run ``script`` as a reader would. Raises Damaged when it fails."""
     one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}  # on a busy machine two threads wait for each other for minutes
@@ -135,11 +167,13 @@ def main(arguments: list[str]) -> None:
     print("\n".join(table(state)))
     if not adapter_dir(state, SHOWN_JOB).exists():
         return
-    script = write_script(demo, state)
+    script, rwkv = write_script(demo, state), write_rwkv_script(demo, state)
     print(f"\nAn adapter loads with PEFT. Run {_short(Path(sys.executable))} {_short(script)}, or paste:\n")
     print(script.read_text(encoding="utf-8"), flush=True)
     if "--check" in arguments:
         check(script)
+        if rwkv is not None:
+            check(rwkv)
 
 
 if __name__ == "__main__":

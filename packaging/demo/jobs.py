@@ -1,7 +1,7 @@
-"""Write the demo's six job files: ``python packaging/demo/jobs.py .demo``.
+"""Write the demo's job files: ``python packaging/demo/jobs.py .demo``. Seven run first, one when they are done.
 
 They differ in what a first reader would like to see at work: rank, targets, data format, full training, cadence.
-Their sizes are chosen so that all six end within a few minutes on two CPU cores.
+Their sizes are chosen so that all end within a few minutes on two CPU cores.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import fetch
 COMMON = """\
 max_steps = {steps}
 warmup_steps = 5
-seq_len = 256
+seq_len = {seq_len}
 eval_every = {eval_every}           # steps between held-out losses; the first is of the untouched base
 visit_seconds = 3.0       # a turn on the die
 checkpoint_every = "30s"  # short, so that a demo that is killed loses little
@@ -73,28 +73,54 @@ method = "full"
 lr = 1e-3
 weight_decay = 0.01
 """,
+    "rwkv-new": """\
+# An RWKV-7 from scratch, on the same text: it begins with random weights and RWKV-LM's recipe.
+{new_model}
+{jargon-text}
+method = "full"
+lr = 3e-3
+weight_decay = 0.1
+batch_size = 4
+""",
 }
 
-STEPS = {"problems-r16": 30, "jargon-full": 90}  # where a step is dearer or cheaper than the others'
+THEN = {
+    "rwkv-lora": """\
+# An adapter on what the job rwkv-new has trained: from the Jargon File's words to Python functions.
+{trained_model}
+{stdlib}
+lora_rank = 16
+lr = 3e-3
+batch_size = 4
+export_merged = true
+""",
+}
+"""What needs another job's result."""
+
+STEPS = {"problems-r16": 30, "jargon-full": 75, "rwkv-new": 90}  # where a step is dearer or cheaper than the others'
 USUAL_STEPS = 60
 KEEP = {"jargon-full": 1}  # its checkpoints hold every weight and both moments: half a gigabyte
 USUAL_KEEP = 2
+SEQ_LEN = {"rwkv-new": 128, "rwkv-lora": 128}
+USUAL_SEQ_LEN = 256
 
 
 def write_jobs(demo: Path) -> list[Path]:
-    """Put the job files into ``demo/jobs.d``, with absolute paths; what is there already, and the same, stays."""
-    spool = demo / "jobs.d"
-    spool.mkdir(parents=True, exist_ok=True)
-    return [_write(spool / f"{job}.toml", job_file(demo, job)) for job in JOBS]
+    """Put the job files into ``demo/jobs.d`` and ``demo/then.d``; what is there already, and the same, stays."""
+    return [_write(demo / spool / f"{job}.toml", job_file(demo, job))
+            for spool, some in (("jobs.d", JOBS), ("then.d", THEN)) for job in some]
 
 
 def job_file(demo: Path, job: str) -> str:
-    """The text of one job file."""
+    """The text of one job file, with absolute paths."""
     steps, keep = STEPS.get(job, USUAL_STEPS), KEEP.get(job, USUAL_KEEP)
     paths = {name: _data_keys(demo, name) for name in fetch.TEXTS}
     paths["model"] = _key("model", fetch.model_dir(demo))
     paths["small_model"] = _key("model", fetch.small_model_dir(demo))
-    return JOBS[job].format_map(paths) + COMMON.format(steps=steps, eval_every=steps // 3, keep=keep)
+    paths["new_model"] = _key("model", fetch.new_model_dir(demo))
+    paths["trained_model"] = _key("model", demo / "state" / "adapters" / "rwkv-new")
+    return (JOBS | THEN)[job].format_map(paths) + COMMON.format(
+        steps=steps, eval_every=steps // 3, keep=keep, seq_len=SEQ_LEN.get(job, USUAL_SEQ_LEN))
 
 
 def _data_keys(demo: Path, name: str) -> str:
@@ -107,6 +133,7 @@ def _key(key: str, path: Path) -> str:
 
 
 def _write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists() or path.read_text(encoding="utf-8") != text:
         beside = path.with_suffix(".part")
         beside.write_text(text, encoding="utf-8")
@@ -117,4 +144,5 @@ def _write(path: Path, text: str) -> Path:
 
 if __name__ == "__main__":
     written = write_jobs(Path(sys.argv[1]).absolute())
-    fetch.say(f"{len(written)} jobs in {written[0].parent}: {', '.join(p.stem for p in written)}")
+    first = [p.stem for p in written if p.stem in JOBS]
+    fetch.say(f"{len(first)} jobs in {written[0].parent}: {', '.join(first)}; then {', '.join(THEN)}")

@@ -14,7 +14,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from rrd.ops import grad
+from rrd.ops import choice, grad
+from rrd.ops.cuda import int8
+from rrd.ops.cuda.launch import Launcher
 from rrd.ops.dropout import dropout as drop
 from rrd.ops.grad import add_product, add_sum, adjoin
 from rrd.ops.stored import blocks
@@ -108,6 +110,13 @@ class Plan:
                 yield column + first, w
             column += len(stored)
 
+    def stored(self) -> Iterator[tuple[int, Tensor]]:
+        """The same, as they are stored and whole."""
+        column = 0
+        for w in self._weights:
+            yield column, w
+            column += len(w)
+
     @property
     def is_one(self) -> bool:
         """Whether ``weights`` is a single matrix."""
@@ -193,6 +202,10 @@ def _products(x: Tensor, residual: Tensor | None, plan: Plan) -> Tensor:
 def _int8_products(x: Tensor, plan: Plan, scale: Tensor) -> Tensor:
     """(q x) s: an int8 is exact in every dtype that is multiplied, so only the product is rounded."""
     y = x.new_empty(x.shape[0], plan.width)
+    if (go := _int8_kernels(x)) is not None:
+        for column, q in plan.stored():
+            int8.y(go, x, q, scale[column : column + len(q)], _columns(y, column, len(q)))
+        return y
     for column, q in plan.weights():
         part = _columns(y, column, q.shape[0])
         torch.mm(x, q.t(), out=part)
@@ -201,14 +214,24 @@ def _int8_products(x: Tensor, plan: Plan, scale: Tensor) -> Tensor:
 
 def _input_grad(dy: Tensor, plan: Plan) -> Tensor:
     """dy W, over all of the group."""
+    if plan.scale is not None and (go := _int8_kernels(dy)) is not None:
+        dx = dy.new_empty(dy.shape[0], plan.linears[0].weight.shape[1])
+        for column, q in plan.stored():
+            int8.dx(go, _columns(dy, column, len(q)), q, plan.scale[column : column + len(q)], dx, add=column > 0)
+        return dx
     if plan.scale is not None:
         dy = torch.mul(dy, plan.scale, out=torch.empty_like(dy))
-    dx: Tensor | None = None
+    total: Tensor | None = None
     for column, w in plan.weights():
         part = _columns(dy, column, w.shape[0])
-        dx = torch.mm(part, w) if dx is None else dx.addmm_(part, w)
-    assert dx is not None
-    return dx
+        total = torch.mm(part, w) if total is None else total.addmm_(part, w)
+    assert total is not None
+    return total
+
+
+def _int8_kernels(x: Tensor) -> Launcher | None:
+    """What multiplies x with int8 weights as they are stored, on dies where ``rrd.ops.choice`` has it."""
+    return choice.launcher("int8", x.device) if x.dtype == torch.float32 else None
 
 
 def _adapter_grads(dy: Tensor, x: Tensor, h: Tensor, plan: Plan) -> Tensor:

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rrd.ops import rwkv7_torch
+from rrd.ops import choice, rwkv7_torch
 from rrd.ops.grad import opened
 from rrd.ops.native import Kernels, kernels
 from rrd.ops.rwkv7_torch import Core
-from rrd.ops.wkv7 import wkv7_chunked
+from rrd.ops.wkv7 import wkv7_as_chosen
 
 __all__ = ["Core", "compiled_for", "norm_shift", "relu2", "time_mix", "wkv7"]
 
@@ -31,7 +31,8 @@ MIXES = 6
 
 def compiled_for(x: Tensor) -> Kernels | None:
     """The kernels that take x; None: torch's ops do."""
-    return kernels() if x.device.type == "cpu" and x.dtype in _SUFFIX else None
+    plain = x.device.type != "cpu" or x.dtype not in _SUFFIX or choice.wished("wkv7", x.device) == "reference"
+    return None if plain else kernels()
 
 
 def _flat(p: Tensor) -> Tensor:
@@ -59,7 +60,7 @@ def wkv7(r: Tensor, log_d: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, s
     """y [B, T, H, N] and the state after the last token [B, H, N, N], as ``rrd.ops.reference.wkv7``; fp32."""
     lib = compiled_for(r) if r.dtype == torch.float32 and r.shape[-1] == v.shape[-1] == 64 else None
     if lib is None:
-        return wkv7_chunked(r, log_d, k, v, a, b, state)
+        return wkv7_as_chosen(r, log_d, k, v, a, b, state)
     y, last = _WKV7.apply(lib, r, log_d, k, v, a, b, state)  # type: ignore[no-untyped-call]
     return y, last
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import group_norm, layer_norm, normalize
 
-from rrd.ops.wkv7 import wkv7_chunked
+from rrd.ops.wkv7 import wkv7_as_chosen
 
 NORM_EPS = 64e-5
 """Of the group norm over each head's output."""
@@ -53,7 +53,7 @@ def time_mix(
     kappa = normalize((k * k_k).view(B, T, H, N), dim=-1, eps=1e-12)
     k = k * (1 + (alpha - 1) * k_a)
     rh, wh, kh, vh, ah = (t.view(B, T, H, N) for t in (r, log_d, k, v, alpha))
-    y, state = wkv7_chunked(rh, wh, kh, vh, -kappa, kappa * ah, state)
+    y, state = wkv7_as_chosen(rh, wh, kh, vh, -kappa, kappa * ah, state)
     y = group_norm(y.reshape(B * T, C), H, wide(core.ln_weight), wide(core.ln_bias), NORM_EPS)
     bonus = (rh * kh * wide(core.r_k)).sum(-1, keepdim=True) * vh
     return ((y.view(B, T, C) + bonus.reshape(B, T, C)) * g).to(dtype), state

@@ -19,6 +19,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from rrd.ops import choice, reference
+from rrd.ops.cuda import wkv7 as kernel
+
 CHUNK = 32
 
 
@@ -152,3 +155,15 @@ def wkv7_chunked(
         state = r.new_zeros(r.shape[0], r.shape[2], v.shape[3], r.shape[3])
     y, last = _WKV7.apply(r, log_d, k, v, a, b, state, chunk)  # type: ignore[no-untyped-call]
     return y, last
+
+
+def wkv7_as_chosen(r: Tensor, log_d: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, state: Tensor | None = None
+                   ) -> tuple[Tensor, Tensor]:
+    """The same by what ``rrd.ops.choice`` says for the die: kernel, chunks or reference."""
+    if choice.wished("wkv7", r.device) == "reference":
+        return reference.wkv7(r, log_d, k, v, a, b, state)
+    heads_fit = r.dtype == torch.float32 and r.shape[-1] == v.shape[-1] == kernel.HEAD
+    go = choice.launcher("wkv7", r.device) if heads_fit else None
+    if go is None:
+        return wkv7_chunked(r, log_d, k, v, a, b, state)
+    return kernel.wkv7(go, r, log_d, k, v, a, b, state)

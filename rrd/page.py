@@ -261,7 +261,7 @@ def _kind(v: VisitView) -> str:
 
 
 def _told(v: VisitView) -> str:
-    what = "computing" if v.steps < 0 else count(v.steps, "step") if v.steps else "loading, saving or ending"
+    what = "computing" if v.steps < 0 else count(v.steps, "step") if v.steps else "loading, measuring, saving or ending"
     return f"{one_line(v.job, 70)}: {what}, {duration(max(0.0, v.end - v.start))}"
 
 

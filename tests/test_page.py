@@ -149,7 +149,8 @@ def test_a_timeline_ends_now_and_begins_where_memory_does() -> None:
     drawn = bars(d, 200.0, 120.0)
     assert [(left, width) for left, width, _, _ in drawn] == [(83.3, 83.3), (583.3, 166.7), (916.7, 83.3)]
     assert [k.split()[1] for _, _, k, _ in drawn] == ["load", "visit", "now"]
-    assert [t for *_, t in drawn] == ["a: loading, saving or ending, 10 s", "a: 7 steps, 20 s", "b: computing, 10 s"]
+    assert [t for *_, t in drawn] == [
+        "a: loading, measuring, saving or ending, 10 s", "a: 7 steps, 20 s", "b: computing, 10 s"]
 
 
 def test_a_curve_fills_its_box() -> None:

@@ -12,9 +12,13 @@ from pathlib import Path
 import pytest
 
 from rrd.config import Config
+from rrd.helper import config as helper_config
+from rrd.helper import main as helper
+from rrd.helper.config import HelperConfig
 
 UNITS = Path(__file__).parent.parent / "units"
 SERVICE = UNITS / "rrd.service"
+GATE = UNITS / "rrd-gate.service"
 WORST_EXPOSURE = 1.5
 
 needs_systemd = pytest.mark.skipif(
@@ -61,8 +65,9 @@ def test_verify_would_see_a_mistake(tmp_path: Path) -> None:
 
 
 @needs_systemd
-def test_exposure_is_at_most_one_and_a_half() -> None:
-    judged = analyze("security", "--offline=true", f"--threshold={WORST_EXPOSURE * 10:.0f}", str(SERVICE))
+@pytest.mark.parametrize(("service", "worst"), [(SERVICE, WORST_EXPOSURE), (GATE, WORST_EXPOSURE)], ids=["rrd", "gate"])
+def test_exposure_is_at_most_one_and_a_half(service: Path, worst: float) -> None:
+    judged = analyze("security", "--offline=true", f"--threshold={worst * 10:.0f}", str(service))
     assert judged.returncode == 0, judged.stdout[-300:] + judged.stderr
 
 
@@ -107,6 +112,25 @@ def test_the_service_can_write_where_the_daemon_does_by_default() -> None:
     ):
         (name,) = unit[directive]
         assert Config.model_fields[field].default.is_relative_to(Path(base) / name)
+
+
+def test_the_gate_keeps_its_promises() -> None:
+    """Its crash is put back; what it was started with is where it looks; it is root and nothing more."""
+    unit, listening = directives(GATE), directives(UNITS / "rrd-gate.socket")
+    (program,) = unit["ExecStart"]
+    assert unit["ExecStopPost"] == [f"{program} --restore"]
+    assert unit["RestartPreventExitStatus"] == [str(helper.BAD_CONFIG)]
+    assert unit["RuntimeDirectoryPreserve"] == ["yes"], "else the state that ExecStopPost= could not restore is lost"
+    assert [f"/run/{name}/state.json" for name in unit["RuntimeDirectory"]] == [
+        helper._arguments().parse_args([]).state]
+    assert listening["ConditionPathExists"] == [helper_config.PATH]
+    assert (listening["SocketGroup"], listening["SocketMode"], listening["Accept"]) == (["rrd"], ["0660"], ["no"])
+    (path,) = listening["ListenStream"]
+    assert f'#socket = "{path}"' in (UNITS.parent / "etc" / "rrd.toml").read_text()
+    assert unit["CapabilityBoundingSet"] == [""]
+    assert unit["ReadWritePaths"] == ["/sys/devices"], "where configuration space is"
+    assert "ProcSubset" not in unit, "it hides the id of the boot"
+    assert int(unit["TimeoutStopSec"][0]) > HelperConfig().grace
 
 
 @pytest.mark.parametrize("unit", sorted(p.name for p in UNITS.glob("rrd*")))

@@ -1,0 +1,71 @@
+"""docs/operations.md has every state and sentence of a job, and none that the code does not say."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rrd.states import JobState
+
+ROOT = Path(__file__).parent.parent
+SECTION = (ROOT / "docs/operations.md").read_text().split("## What a job can say\n")[1].split("\n## ")[0]
+ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in SECTION.splitlines()
+        if line.startswith("| ") and not line.startswith("| state")]
+SENTENCES = [said for row in ROWS if "such as" not in row[1] for said in re.findall(r"`([^`]+)`", row[1])]
+
+SAY = {"Leave", "set"}
+"""Calls that give a job its sentence; and attributes and functions that hold or return one."""
+ATTRIBUTES = {"why", "refusal"}
+FUNCTIONS = {"_why", "_no_such_die", "_of_another_kind"}
+
+
+def texts(node: ast.AST) -> Iterator[str]:
+    """The fixed parts of the strings in ``node``, formatted ones in pieces."""
+    for n in ast.walk(node):
+        if isinstance(n, ast.Constant) and isinstance(n.value, str):
+            yield n.value
+
+
+def trees() -> Iterator[ast.Module]:
+    for path in sorted((ROOT / "rrd").glob("*.py")):
+        yield ast.parse(path.read_text())
+
+
+def said_by_the_code() -> Iterator[str]:
+    """Fixed parts of what becomes a job's ``why``. Hints, which come third, are not sentences."""
+    for tree in trees():
+        for n in ast.walk(tree):
+            name = getattr(n.func, "id", getattr(n.func, "attr", "")) if isinstance(n, ast.Call) else ""
+            if isinstance(n, ast.Call) and name in SAY:
+                at = 1 if name == "Leave" else 2
+                for argument in n.args[at : at + 1]:
+                    yield from texts(argument)
+            elif isinstance(n, ast.Assign) and any(getattr(t, "attr", "") in ATTRIBUTES for t in n.targets):
+                yield from texts(n.value)
+            elif isinstance(n, ast.FunctionDef) and n.name in FUNCTIONS:
+                for inner in ast.walk(n):
+                    if isinstance(inner, ast.Return) and inner.value is not None:
+                        yield from texts(inner.value)
+
+
+def test_every_state_is_there() -> None:
+    assert {row[0].strip("`") for row in ROWS} - {"any of these"} == {state.value for state in JobState}
+
+
+def test_every_sentence_of_the_code_is_there() -> None:
+    known = " ".join(SECTION.split()).replace("`", "")
+    parts = {part.strip(" ;,:(") for text in said_by_the_code() for part in re.split(r"[`(){}]", text)}
+    assert len(parts) > 15, "where are the sentences?"
+    assert [p for p in sorted(parts) if len(p) >= 12 and p not in known] == []
+
+
+@pytest.mark.parametrize("sentence", SENTENCES)
+def test_every_sentence_there_is_said_by_the_code(sentence: str) -> None:
+    code = " ".join("|".join(" ".join(texts(tree)) for tree in trees()).split())
+    for part in re.split(r"…|: |; |\(|\)", sentence):
+        fixed = part.strip(" ,;:")
+        assert len(fixed) < 9 or fixed in code, f"nothing says {fixed!r}"

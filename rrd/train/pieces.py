@@ -89,18 +89,19 @@ class _Kept:
 
 
 def forward_backward(model: CausalLM, pieces: Sequence[Piece], *, scale: float, checkpointing: bool = False,
-                     finer: int = 1) -> float:
-    """Adds the gradient of ``scale`` times the summed loss to the window's; returns the summed loss."""
+                     finer: int = 1) -> list[Tensor]:
+    """Adds the gradient of ``scale`` times the summed loss to the window's; returns the pieces' losses, scalars."""
     device = model.head_weight.device
     kept = _walk(model, pieces)
-    total, after = 0.0, None
+    losses: list[Tensor] = []
+    after: list[list[Tensor | None]] | None = None
     for i in reversed(range(len(pieces))):
         leaves = kept.before(i, device)
         assert kept.rng is not None
         _set_rng_state(device, kept.rng[i].clone())  # dropout is as it was on the way there; torch wants no view
         loss, after = _back(model, pieces[i], leaves, after, scale, checkpointing, finer)
-        total += loss
-    return total
+        losses += loss
+    return losses
 
 
 @torch.no_grad()
@@ -116,15 +117,16 @@ def _walk(model: CausalLM, pieces: Sequence[Piece]) -> _Kept:
 
 
 def _back(model: CausalLM, piece: Piece, leaves: list[list[Tensor]] | None, after: list[list[Tensor | None]] | None,
-          scale: float, checkpointing: bool, finer: int) -> tuple[float, list[list[Tensor | None]] | None]:
-    """One piece again, and back: its loss, and the gradients of the states before it."""
+          scale: float, checkpointing: bool, finer: int) -> tuple[list[Tensor], list[list[Tensor | None]] | None]:
+    """One piece again, and back: its loss, where it has labels, and the gradients of the states before it."""
     states = None if leaves is None else [tuple(block) for block in leaves]
     hidden, ends = model.carry(piece.idx, states, rows=piece.rows, checkpointing=checkpointing)
-    loss, pairs = 0.0, []
+    loss: list[Tensor] = []
+    pairs = []
     if len(piece.targets):
         summed, grad = loss_and_grad(
             hidden.detach(), model.head_weight, piece.targets, scale=scale, bias=model.head_bias, finer=finer)
-        loss = float(summed)
+        loss = [summed]
         pairs.append((hidden, grad))
     for block, grads in zip(ends, after or [], strict=after is not None):
         pairs += [(t, g) for t, g in zip(block, grads, strict=True) if g is not None]

@@ -28,7 +28,7 @@ from rrd.errors import BadJob, RrdError
 from rrd.train import sealed
 from rrd.train.parquet import ParquetFile, row_ranges
 from rrd.train.read import BadLine, BadLines, DataFile, Record, kind_of, open_regular, records
-from rrd.train.tokenize import TokenizerLike, load_tokenizer
+from rrd.train.tokenize import TokenizerLike, Tokens, load_tokenizer
 
 KIND = "rrd portion 1"
 SIZE = 4 << 20
@@ -169,6 +169,7 @@ class _Maker:
                     out.extend(tokens)
                 else:
                     self.cutter.record(self.tok.closed(tokens), out)
+            self.cutter.note(out)
             yield out.tobytes()
             self.at(source.position - self.portion.begin)
 
@@ -196,7 +197,7 @@ class Cutter:
         self.counts = Counts()
         self.offsets = array("q", [0])
 
-    def record(self, tokens: list[int], out: array[int]) -> None:
+    def record(self, tokens: Tokens, out: Tokens) -> None:
         """Append the samples of one record: itself, its beginning, or windows that share their border token."""
         self.counts.records += 1
         T = self.seq_len
@@ -210,18 +211,21 @@ class Cutter:
             for at in range(0, len(tokens) - 1, T):
                 self.keep(tokens[at : at + T + 1], out)
 
-    def keep(self, sample: list[int] | array[int], out: array[int]) -> None:
+    def keep(self, sample: Tokens, out: Tokens) -> None:
         """Append one sample, unless nothing in it carries loss."""
-        least = min(sample, default=0)
-        labels = sum(map((0).__le__, sample[1:])) if least < 0 else len(sample) - 1
-        if labels <= 0:
+        labels = sample.tobytes()[7::4].count(0)  # the high byte of an id, but the first's: 255 where there is no loss
+        if labels == 0:
             self.counts.unlabelled += 1
             return
         out.extend(sample)
         c = self.counts
         c.samples, c.tokens, c.labels = c.samples + 1, c.tokens + len(sample), c.labels + labels
-        c.max_id = max(c.max_id, max(sample), ~least)
         self.offsets.append(self.offsets[-1] + len(sample))
+
+    def note(self, out: Tokens) -> None:
+        """Look at what was appended: all samples of a batch at once."""
+        if out:
+            self.counts.max_id = max(self.counts.max_id, max(out), ~min(out))
 
 
 # -- as a process --------------------------------------------------------------------------------------------------

@@ -238,10 +238,12 @@ class _Builder:
                 cutter.keep(carry[at : at + T + 1], out)
                 at += T
             carry = carry[at:]
+            cutter.note(out)
             yield out.tobytes()
         out = array("i")
         if carry:
-            cutter.record(self.tok.closed(carry.tolist()), out)
+            cutter.record(self.tok.closed(carry), out)
+        cutter.note(out)
         yield out.tobytes()
         cutter.counts.records, cutter.counts.split = 1, 0
 

@@ -25,7 +25,10 @@ NO_LABEL = -100
 
 
 class Batch(NamedTuple):
-    """One micro-step's tokens: both [B, T] int64 on the die. ``labels[b, t]`` is the target at position t."""
+    """One micro-step's tokens, both [B, T] int64. ``labels[b, t]`` is the target at position t.
+
+    On the host as they come from the data: where the labels are is then known without waiting for the die.
+    """
 
     idx: Tensor
     labels: Tensor
@@ -90,17 +93,15 @@ def train_step(
     if not model.training:
         model.train()
     optimizer.zero_grad()
-    total = 0.0
+    losses: list[Tensor] = []
     for batch, seed in zip(batches, seeds, strict=True):
         alive()
-        total += _micro_step(model, batch, seed, scale=1.0 / labels, savings=savings)
-    loss, norm = total / labels, optimizer.grad_norm()
-    if not (math.isfinite(loss) and math.isfinite(norm)):
-        if on_nan == "stop":
-            raise NotFinite(loss=loss, grad_norm=norm)
-        return StepResult(loss, norm, tokens, labels, applied=False)
-    optimizer.step(lr, scale=min(1.0, clip_norm / (norm + 1e-6)) if clip_norm else 1.0)
-    return StepResult(loss, norm, tokens, labels, applied=True)
+        losses += _micro_step(model, batch, seed, scale=1.0 / labels, savings=savings)
+    update = optimizer.update(lr, clip_norm, losses)
+    loss = sum(update.losses) / labels
+    if not update.applied and on_nan == "stop":
+        raise NotFinite(loss=loss, grad_norm=update.norm)
+    return StepResult(loss, update.norm, tokens, labels, update.applied)
 
 
 class _Labelled(NamedTuple):
@@ -112,34 +113,42 @@ class _Labelled(NamedTuple):
     targets: Tensor
 
 
-def _micro_step(model: CausalLM, batch: Batch, seed: int, *, scale: float, savings: Savings) -> float:
-    """Adds the gradient of ``scale`` times the batch's summed loss to the window's; returns the summed loss."""
+def _micro_step(model: CausalLM, batch: Batch, seed: int, *, scale: float, savings: Savings) -> list[Tensor]:
+    """Adds the gradient of ``scale`` times the batch's summed loss to the window's; returns summed losses, scalars that
+    nobody has waited for."""
     if savings.parts == 1:
         torch.manual_seed(seed)
         return _forward_backward(model, batch, _labelled(batch), scale, savings)
-    total = 0.0
+    losses: list[Tensor] = []
     for samples, labelled, part in _parts(batch, savings.parts):
         torch.manual_seed(seed)  # every part draws the whole batch's numbers, and takes its own
         few = Batch(batch.idx[samples.first : samples.last], batch.labels[samples.first : samples.last])
         with part_of_batch(Part(samples, labelled)):
-            total += _forward_backward(model, few, part, scale, savings)
-    return total
+            losses += _forward_backward(model, few, part, scale, savings)
+    return losses
 
 
-def _forward_backward(model: CausalLM, batch: Batch, what: _Labelled, scale: float, savings: Savings) -> float:
+def _forward_backward(model: CausalLM, batch: Batch, what: _Labelled, scale: float, savings: Savings
+                      ) -> list[Tensor]:
+    die = model.head_weight.device
     if model.longest is not None and batch.idx.shape[1] > model.longest:
-        split = pieces.split(batch.idx, batch.labels, model.longest)
+        split = [pieces.Piece(*(_on(die, t) for t in p)) for p in pieces.split(batch.idx, batch.labels, model.longest)]
         return pieces.forward_backward(model, split, scale=scale, checkpointing=savings.checkpointing,
                                        finer=savings.finer)
     idx, rows, targets = what
     if len(targets) == 0:
-        return 0.0
+        return []
+    idx, targets, rows = _on(die, idx), _on(die, targets), None if rows is None else _on(die, rows)
     hidden = model.hidden(idx, rows=rows, checkpointing=savings.checkpointing).reshape(len(targets), -1)
     loss, grad = loss_and_grad(hidden.detach(), model.head_weight, targets, scale=scale, bias=model.head_bias,
                                cap=model.head_cap, finer=savings.finer)
     if hidden.requires_grad:
         backward(hidden, grad)
-    return float(loss)
+    return [loss]
+
+
+def _on(die: torch.device, t: Tensor) -> Tensor:
+    return t.to(die, non_blocking=True)
 
 
 def _parts(batch: Batch, count: int) -> Iterator[tuple[Rows, Rows, _Labelled]]:

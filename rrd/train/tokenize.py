@@ -1,6 +1,7 @@
 """Records to token ids, with the tokens that carry no loss marked.
 
-A token without loss stands as its complement ``~id``, so that one int32 array holds both ids and mask.
+A token without loss stands as its complement ``~id``, so that one int32 array holds both ids and mask. Records are such
+arrays, not lists: a hundred megabytes of text are thirty million tokens.
 
 Turns are written by the model's own chat template where there is one (:mod:`rrd.train.template`). Without, they are
 written in one of two formats, chosen by the tokenizer: **ChatML** where it has the markers
@@ -14,12 +15,14 @@ Prompts and answers are tokenized apart: at generation the model gets the prompt
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import tokenizers
 
@@ -40,6 +43,19 @@ GROUP = 1 << 20
 
 _GAP = re.compile(r"(?<=\w) (?=\w)")
 _FILE_LIMIT = 256 << 20
+
+
+Tokens: TypeAlias = "array[int]"
+"""int32: ids, and ``~id`` where there is no loss."""
+
+_NOT = bytes(255 - b for b in range(256))
+
+
+def unlearned(tokens: Tokens) -> Tokens:
+    """``tokens`` without loss: the complement of each."""
+    flipped = array("i")
+    flipped.frombytes(tokens.tobytes().translate(_NOT))
+    return flipped
 
 
 class TokenizerLike(Protocol):
@@ -63,14 +79,14 @@ class TokenizerLike(Protocol):
         """Use what another process's ``make_ready`` has found."""
         ...
 
-    def encode(self, records: Sequence[Record]) -> list[list[int] | BadLine]:
+    def encode(self, records: Sequence[Record]) -> list[Tokens | BadLine]:
         """The tokens of each record; ``~id`` where a token carries no loss. No end token yet: see ``closed``.
 
         A record that cannot be written, as its chat template says, is the reason.
         """
         ...
 
-    def closed(self, tokens: list[int]) -> list[int]:
+    def closed(self, tokens: Tokens) -> Tokens:
         """``tokens`` of one whole record with the end token behind them; may change what it is given."""
         ...
 
@@ -98,12 +114,12 @@ class HuggingFace:
 
     def __init__(self, file: Path) -> None:
         data = read_small(file)
-        try:
+        self._file = str(file)
+        with self._understood():
             self._rust = tokenizers.Tokenizer.from_str(data.decode())
             self._rust.no_truncation()  # a tokenizer.json may carry both, left over from its own training
             self._rust.no_padding()
-        except Exception as e:
-            raise BadJob(f"not a usable tokenizer: {one_line(str(e), 200)}", file=str(file)) from e
+            self._rust.encode("", add_special_tokens=True)
         added = self._rust.get_added_tokens_decoder()
         special = {t.content for t in added.values()}
         settings = _settings(file.parent)
@@ -118,33 +134,43 @@ class HuggingFace:
         facts = json.dumps([RENDERING, self.eos, self.bos, self.chatml, *written]).encode()
         self.digest = hashlib.sha256(facts + data).hexdigest()
 
+    @contextlib.contextmanager
+    def _understood(self) -> Iterator[None]:
+        """What the library makes of somebody's file: its panics are no ordinary exceptions."""
+        try:
+            yield
+        except BaseException as e:
+            if not isinstance(e, Exception) and type(e).__name__ != "PanicException":
+                raise
+            raise BadJob(f"not a usable tokenizer: {one_line(str(e), 200)}", file=self._file) from e
+
     def make_ready(self, cache_dir: Path, alive: Callable[[], None]) -> None:
         """It is as fast as it gets."""
 
     def use(self, library: Path) -> None:
         raise AssertionError("there is none")
 
-    def encode(self, records: Sequence[Record]) -> list[list[int] | BadLine]:
+    def encode(self, records: Sequence[Record]) -> list[Tokens | BadLine]:
         spans = [self._render(r) for r in records]
         texts = [(s.piece, i > 0 or r.continues) for r, ss in zip(records, spans, strict=True)
                  if not isinstance(ss, BadLine) for i, s in enumerate(ss) if isinstance(s.piece, str)]
         ids = iter(self._encode_texts(texts))
         return [ss if isinstance(ss, BadLine) else self._join(r, ss, ids) for r, ss in zip(records, spans, strict=True)]
 
-    def _join(self, record: Record, spans: Iterable[Span], ids: Iterator[list[int]]) -> list[int]:
-        tokens: list[int] = []
+    def _join(self, record: Record, spans: Iterable[Span], ids: Iterator[list[int]]) -> Tokens:
+        tokens = array("i")
         for piece, learn in spans:
-            new = next(ids) if isinstance(piece, str) else [piece]
-            tokens += new if learn else [~t for t in new]
-        if self._starts(record) and tokens[:1] not in ([self.bos], [~(self.bos or 0)]):
-            tokens.insert(0, ~(self.bos or 0))
+            new = array("i", next(ids) if isinstance(piece, str) else [piece])
+            tokens.extend(new if learn else unlearned(new))
+        if self.bos is not None and self._starts(record) and not (tokens and tokens[0] in (self.bos, ~self.bos)):
+            tokens.insert(0, ~self.bos)
         return tokens
 
     def _starts(self, record: Record) -> bool:
         """Whether a start token goes before the record: a template writes it by itself, if it wants it."""
-        return self.bos is not None and not record.continues and (self._template is None or not _is_dialogue(record))
+        return not record.continues and (self._template is None or not _is_dialogue(record))
 
-    def closed(self, tokens: list[int]) -> list[int]:
+    def closed(self, tokens: Tokens) -> Tokens:
         if self.eos is not None and not (tokens and tokens[-1] in self._ends):
             tokens.append(self.eos)
         return tokens
@@ -180,7 +206,8 @@ class HuggingFace:
         fast = getattr(self._rust, "encode_batch_fast", self._rust.encode_batch)  # since tokenizers 0.20: no offsets
         out: list[list[int]] = []
         for group in groups(texts):
-            out += [e.ids for e in fast(group, add_special_tokens=False)]
+            with self._understood():
+                out += [e.ids for e in fast(group, add_special_tokens=False)]
         return out
 
     def _find_anchor(self) -> tuple[str, list[int]]:

@@ -110,7 +110,7 @@ class Trainer:
         Raises NotFinite, with nothing changed, for a loss that is no number and ``on_nan="stop"``.
         """
         s, savings = self.spec, in_force(rungs, self.step + 1)
-        batches = [self._to_die(self.data.batch_at(self.position + i * s.batch_size, s.batch_size, s.seed))
+        batches = [self.data.batch_at(self.position + i * s.batch_size, s.batch_size, s.seed)
                    for i in range(s.grad_accum)]
         try:
             result = train_step(

@@ -23,8 +23,10 @@ from pathlib import Path
 from rrd.errors import BadJob, RrdError
 from rrd.text import one_line
 from rrd.train.read import BadLine, Record, Turn
-from rrd.train.tokenize import RENDERING, read_small
+from rrd.train.tokenize import RENDERING, Tokens, read_small, unlearned
 
+MAX_LINE = 4096
+"""Characters of an entry: Python's own parser takes hundreds of bytes for each."""
 END, STOP = 0, b"\n\n"
 SOURCE = Path(__file__).parent.parent / "kernels" / "world.cpp"
 _LONGEST = 512  # bytes of a word; the published ones have up to 128
@@ -68,41 +70,42 @@ class World:
         if trie.words(probe.encode()) == self.words(probe):  # a miscompiled one is not used
             self._trie = trie
 
-    def encode(self, records: Sequence[Record]) -> list[list[int] | BadLine]:
+    def encode(self, records: Sequence[Record]) -> list[Tokens | BadLine]:
         return [self._record(r) for r in records]
 
-    def closed(self, tokens: list[int]) -> list[int]:
+    def closed(self, tokens: Tokens) -> Tokens:
         """With the end token behind them, unless an answer's stop stands there."""
-        if tokens[-1:] not in ([END], [self._stop]):
+        if not tokens or tokens[-1] not in (END, self._stop):
             tokens.append(END)
         return tokens
 
-    def _record(self, record: Record) -> list[int]:
-        if {t.role for t in record.turns} <= {"text", "prompt", "completion"}:
-            first, *more = (self._words_of(turn) for turn in record.turns)
-            return first if not more else [t for words in (first, *more) for t in words]
-        return [t for turn in record.turns for t in self._turn(turn)]
+    def _record(self, record: Record) -> Tokens:
+        dialogue = not {t.role for t in record.turns} <= {"text", "prompt", "completion"}
+        tokens = array("i")
+        for turn in record.turns:
+            if dialogue:
+                self._turn(turn, tokens)
+            else:
+                words = self.words(turn.text)
+                tokens.extend(unlearned(words) if turn.role == "prompt" else words)
+        return tokens
 
-    def _words_of(self, turn: Turn) -> list[int]:
-        words = self.words(turn.text)
-        return words if turn.role != "prompt" else [~t for t in words]
-
-    def _turn(self, turn: Turn) -> Iterable[int]:
-        learn = turn.learn and turn.role == "assistant"
+    def _turn(self, turn: Turn, tokens: Tokens) -> None:
         said = re.sub(r"\n{2,}", "\n", turn.text.replace("\r\n", "\n")).strip()
-        yield from (~t for t in self.words(f"{turn.role.capitalize()}:"))
+        tokens.extend(unlearned(self.words(f"{turn.role.capitalize()}:")))
         assert self._stop is not None
-        for t in [*self.words(f" {said}"), self._stop]:
-            yield t if learn else ~t
+        words = self.words(f" {said}")
+        words.append(self._stop)
+        tokens.extend(words if turn.learn and turn.role == "assistant" else unlearned(words))
 
-    def words(self, text: str) -> list[int]:
+    def words(self, text: str) -> Tokens:
         """The ids of ``text``: from the left, always the longest word there is."""
         data = text.encode()
         return self._by_length(data) if self._trie is None else self._trie.words(data)
 
-    def _by_length(self, data: bytes) -> list[int]:
+    def _by_length(self, data: bytes) -> Tokens:
         """The reference: of each next word only the lengths are tried that some word with its first bytes has."""
-        get, lengths, found = self.ids.get, self._lengths, list[int]()
+        get, lengths, found = self.ids.get, self._lengths, array("i")
         at, end = 0, len(data)
         while at < end:
             for n in lengths.get(data[at : at + _HEAD], _SHORT):
@@ -146,12 +149,14 @@ class Trie:
         self._encode = code.rrd_world_encode
         self._out = (ctypes.c_int32 * 0)()
 
-    def words(self, data: bytes) -> list[int]:
+    def words(self, data: bytes) -> Tokens:
         """The ids of ``data``. The trie itself is kept for as long as the process lives."""
         if len(data) > len(self._out):
             self._out = (ctypes.c_int32 * (2 * len(data)))()
         n = self._encode(self._made, data, ctypes.c_int64(len(data)), self._out)
-        return self._out[:n]
+        found = array("i")
+        found.frombytes(memoryview(self._out).cast("B")[: 4 * n])
+        return found
 
 
 def _parse(data: bytes, file: Path) -> dict[bytes, int]:
@@ -171,6 +176,8 @@ _PLAIN = re.compile(r"'([^'\\]+)'")
 
 
 def _entry(line: str) -> tuple[bytes, int]:
+    if len(line) > MAX_LINE:
+        raise ValueError("far too long")
     number, _, rest = line.strip().partition(" ")
     literal, _, size = rest.rpartition(" ")
     plain = _PLAIN.fullmatch(literal)  # most of them; Python's parser would take a second for all

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ def test_the_whole_reads_as_transformers_writes_it(tmp_path: Path) -> None:
         assert theirs.startswith(ours)
         assert theirs[len(ours):].strip() == "", "only what comes behind the last answer is left out"
         [tokens] = load_tokenizer(where).encode([Record(1, tuple(Turn(*t) for t in TALK))])
-        assert isinstance(tokens, list)
+        assert isinstance(tokens, array)
         ids = peer.apply_chat_template(said, tokenize=True, return_dict=True, return_assistant_tokens_mask=True) \
             if source is MARKED else None
         if ids is not None:
@@ -96,7 +97,7 @@ def test_a_record_ends_with_the_templates_own_stop(tmp_path: Path) -> None:
                  chat_template=CHATML)
     tok = load_tokenizer(where)
     chat, text = tok.encode([Record(1, tuple(Turn(*t) for t in TALK)), Record(2, (Turn("text", "a die"),))])
-    assert isinstance(chat, list) and isinstance(text, list)
+    assert isinstance(chat, array) and isinstance(text, array)
     assert tok.closed(chat)[-1] == SPECIAL.index("<|im_end|>")
     assert chat[0] == ~SPECIAL.index("<|im_start|>"), "a template writes its start token by itself"
     assert tok.closed(text)[-1] == SPECIAL.index("</s>")
@@ -114,7 +115,7 @@ def test_where_templates_are_found(tmp_path: Path) -> None:
     assert len(set(digests)) == 3
     for where, stop in ((several, "</s>"), (own, "<end>"), (none, "</s>")):
         [tokens] = load_tokenizer(where).encode([Record(1, (Turn("user", "a"), Turn("assistant", "b")))])
-        assert isinstance(tokens, list)
+        assert isinstance(tokens, array)
         assert load_tokenizer(where).closed(tokens)[-1] == SPECIAL.index(stop)
 
 

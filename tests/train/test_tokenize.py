@@ -115,7 +115,8 @@ def test_a_long_text_has_the_tokens_of_the_whole(tmp_path: Path, monkeypatch: py
     assert "".join(pieces("x" * 170)) == "x" * 170
     tok = kind(["<eos>"]) if kind is byte_level else kind()
     where = save(tok, tmp_path)
-    assert load_tokenizer(where).encode([Record(1, (Turn("text", text),))]) == [tok.encode(text).ids]
+    [tokens] = load_tokenizer(where).encode([Record(1, (Turn("text", text),))])
+    assert list(tokens) == tok.encode(text).ids
 
 
 def test_truncation_and_padding_left_in_the_file_are_ignored(tmp_path: Path) -> None:

@@ -285,10 +285,14 @@ class LastWords(Message):
 
 
 class Failed(Message):
-    """What was asked could not be done, and the worker is fit to go on. ``blame``: job, disk, plan, worker or die."""
+    """What was asked could not be done, and the worker is fit to go on. ``blame``: job, disk, plan, worker or die.
+
+    ``resident``: the job still is, for it was only its export that the disk did not take.
+    """
 
     kind: Literal["failed"] = "failed"
     job: str
+    resident: bool = False
     blame: Literal["job", "disk", "plan", "worker", "die"]
     message: Sentence
     hint: Sentence = ""

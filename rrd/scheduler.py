@@ -261,6 +261,10 @@ class Scheduler:
             self.say(Kind.JOB_NOTE, note, job, level="warning")
         self.say(Kind.EXPORTED, f"wrote {report.output}", job)
 
+    def not_exported(self, job: Job, report: Failed) -> None:
+        self.say(Kind.DISK, f"the export of step {job.step} was not written: {report.message}; training goes on", job,
+                 level="error", hint=report.hint)
+
     def finishing(self, job: Job) -> None:
         self.set(job, JobState.EXPORTING)
 

@@ -123,7 +123,12 @@ class Visit:
             self.worker.die_failed = True
             await self.worker.stop()
             raise WorkerGone(answer.message, hint=answer.hint)
-        if isinstance(answer, Failed):
+        if isinstance(answer, Failed) and answer.resident and not job.trained:
+            job.exported_step = job.step  # the next is due as if this one had been written
+            host.not_exported(job, answer)
+        elif isinstance(answer, Failed):
+            if answer.resident:
+                await self.evict()
             host.failed(job, self.die, answer)
         elif isinstance(answer, OutOfMemory):
             host.out_of_memory(job, self.die, answer)

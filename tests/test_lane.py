@@ -608,6 +608,28 @@ def test_a_job_that_waits_for_its_disk_leaves_when_it_is_saved_or_need_not_be(tm
     story(tmp_path, tell)
 
 
+def test_an_export_that_the_disk_does_not_take_costs_no_step(tmp_path: Path) -> None:
+    async def tell(b: Bench) -> None:
+        b.put("a", 0, export_every=7, checkpoint_every=10**6, max_steps=30)
+        b.workers.at("a", "export", Failed(job="", blame="disk", message="the disk is full", resident=True))
+        await b.until_told("finished")
+        assert b.workers.exports == [("a", 14), ("a", 21), ("a", 28), ("a", 30)]
+        assert [s for j, s in b.workers.history if j == "a"] == list(range(1, 31))
+        assert b.host.of("failed") == [] and len(b.host.of("not_exported")) == 1
+
+    story(tmp_path, tell)
+
+
+def test_a_last_export_that_the_disk_does_not_take_is_the_hosts_to_try_again(tmp_path: Path) -> None:
+    async def tell(b: Bench) -> None:
+        b.put("a", 0, max_steps=8)
+        b.workers.at("a", "export", Failed(job="", blame="disk", message="the disk is full", resident=True))
+        await b.until_told("failed")
+        assert b.disk.checkpoints["a"] == [8] and b.workers.on("0").residents == {}
+
+    story(tmp_path, tell)
+
+
 # --- the end ----------------------------------------------------------------------------------------------------------
 
 

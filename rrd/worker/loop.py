@@ -116,7 +116,9 @@ class Loop:
         job: str = getattr(order, "job", "")
         shortage = shortage_of(e, self.device)
         if shortage is None:
-            return failure(job, e)
+            failed = failure(job, e)
+            stays = isinstance(order, Export) and failed.blame == "disk"
+            return failed.model_copy(update={"resident": stays})
         if isinstance(order, Prepare):
             return Failed(job=job, blame="plan", message="the host's memory is too small to prepare its data")
         r = self.residents.get(job)

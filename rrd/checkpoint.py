@@ -22,6 +22,7 @@ from typing import Any
 from rrd import durable
 from rrd.durable import DISK, Bytes, Disk
 from rrd.errors import Damaged, DiskTrouble
+from rrd.text import one_line
 
 FORMAT = 1
 MANIFEST = "MANIFEST.json"
@@ -68,9 +69,20 @@ class Manifest:
                 raise FutureFormat(f"{where} has format {body['format']}, and this rrd knows {FORMAT}",
                                    hint="install the rrd that wrote it, or a newer one")
             files = {n: (f["bytes"], f["sha256"]) for n, f in body["files"].items()}
+            if not _well_formed(body, files):
+                raise ValueError("it is no manifest of ours")
             return Manifest(body["job"], body["step"], body["identity"], files, body["time"])
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
             raise Damaged(f"{where} is damaged: {e}") from e
+
+
+def _well_formed(body: Any, files: Mapping[str, tuple[Any, Any]]) -> bool:
+    """Whether everything is of its kind: a hash is right for whoever takes the trouble to compute it."""
+    sizes = all(type(size) is int and 0 <= size < 1 << 50 for size, _ in files.values())
+    names = all(os.path.basename(name) == name and name.isprintable() for name in files)
+    return (sizes and names and all(isinstance(digest, str) for _, digest in files.values())
+            and type(body["step"]) is int and 0 <= body["step"] < 10**12 and isinstance(body["time"], float | int)
+            and isinstance(body["job"], str) and isinstance(body["identity"], str))
 
 
 def _canonical(body: Any) -> bytes:
@@ -134,7 +146,8 @@ def read_manifest(path: Path) -> Manifest:
     if path.name != name_of(manifest.step):
         raise Damaged(f"{path} says that it is of step {manifest.step}")
     if odd := present ^ {MANIFEST, *manifest.files}:
-        raise Damaged(f"{path} does not hold exactly its files: {', '.join(sorted(odd))}")
+        names = one_line(", ".join(sorted(odd)), 200)
+        raise Damaged(f"{path} does not hold exactly its files: {names}")
     return manifest
 
 
@@ -157,7 +170,8 @@ def read_file(path: Path, manifest: Manifest, name: str, into: Callable[[int], m
 def _check_file(file: Path, size: int, digest: str, window: Callable[[int], memoryview]) -> None:
     """Read ``file`` piece by piece into ``window(offset)``. Raises Damaged unless it has this size and sha256."""
     try:
-        with open(file, "rb", buffering=0) as f:
+        fd = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe is not waited for
+        with open(fd, "rb", buffering=0) as f:
             if (found := os.fstat(f.fileno()).st_size) != size:
                 raise Damaged(f"{file} has {found} bytes instead of {size}")
             at, sha = 0, hashlib.sha256()
@@ -176,8 +190,13 @@ def _check_file(file: Path, size: int, digest: str, window: Callable[[int], memo
 
 def read_bytes(path: Path, manifest: Manifest, name: str) -> bytes:
     """One small file of a checkpoint, checked."""
-    buffer = bytearray(manifest.files[name][0])
-    read_file(path, manifest, name, lambda _: memoryview(buffer))
+    buffer = bytearray()
+
+    def into(size: int) -> memoryview:
+        buffer.extend(bytes(size))
+        return memoryview(buffer)
+
+    read_file(path, manifest, name, into)
     return bytes(buffer)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
@@ -109,8 +110,7 @@ def _parse(path: Path, raw: bytes) -> dict[str, Any]:
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table = dict(pairs)
     if len(table) < len(pairs):
-        names = [k for k, _ in pairs]
-        twice = next(k for k in table if names.count(k) > 1)
+        twice = Counter(k for k, _ in pairs).most_common(1)[0][0]
         raise ValueError(f"the key {twice!r} stands there twice")
     return table
 

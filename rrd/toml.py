@@ -93,20 +93,30 @@ def check(model: type[M], values: Mapping[str, Any], text: str = "") -> M:
     try:
         return model.model_validate(dict(values))
     except ValidationError as e:
-        faults = [(error["type"] == "missing", _fault(model, error, text)) for error in e.errors(include_url=False)]
+        lines = _lines(text)
+        found = [(error["type"] == "missing", _line(lines, _place(error)) or math.inf, error)
+                 for error in e.errors(include_url=False)]
         # a key is often missing because it was misspelt: that is the better sentence
-        raise min(faults, key=lambda f: (f[0], f[1].line or math.inf))[1] from None
+        _, line, first = min(found, key=lambda f: f[:2])
+        raise _fault(model, first, 0 if line == math.inf else int(line)) from None
     except RecursionError:
         raise Fault("values are nested too deeply", hint="the file should be flat: `key = value` lines") from None
 
 
-def _fault(model: type[BaseModel], error: Any, text: str) -> Fault:
+def _own(error: Any) -> Fault | None:
+    """What one of our own checks said."""
+    raised = error.get("ctx", {}).get("error")
+    return raised if isinstance(raised, Fault) else None
+
+
+def _place(error: Any) -> tuple[str | int, ...]:
     loc: tuple[str | int, ...] = error["loc"]
-    kind, given, ctx = error["type"], error.get("input"), error.get("ctx", {})
-    raised = ctx.get("error")
-    own = raised if isinstance(raised, Fault) else None
-    if own and own.key:
-        loc = (*loc, own.key)
+    own = _own(error)
+    return (*loc, own.key) if own and own.key else loc
+
+
+def _fault(model: type[BaseModel], error: Any, line: int) -> Fault:
+    kind, given, ctx, own, loc = error["type"], error.get("input"), error.get("ctx", {}), _own(error), _place(error)
     key = dotted(loc)
     named = f"`{one_line(key, 100)}`"
     if kind == "missing":
@@ -117,7 +127,7 @@ def _fault(model: type[BaseModel], error: Any, text: str) -> Fault:
         message, hint = f"{named} {own.message}" if key else own.message, own.hint
     else:
         message, hint = f"{named} {_must(kind, ctx)}, not {show(given)}", _quotes_hint(kind, given, ctx)
-    return Fault(message, hint=hint, key=key, line=line_of(text, loc))
+    return Fault(message, hint=hint, key=key, line=line)
 
 
 def _must(kind: str, ctx: Mapping[str, Any]) -> str:
@@ -219,7 +229,10 @@ def line_of(text: str, loc: tuple[str | int, ...]) -> int:
 
     Good enough for messages: keys inside inline tables get the line of the table, multi-line strings are skipped.
     """
-    lines = _lines(text)
+    return _line(_lines(text), loc)
+
+
+def _line(lines: Mapping[tuple[str | int, ...], int], loc: tuple[str | int, ...]) -> int:
     found = (lines.get(loc[:n]) for n in range(len(loc), 0, -1))
     return next((n for n in found if n), 0)
 

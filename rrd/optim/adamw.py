@@ -7,6 +7,7 @@ q, k and v) can be multiplied as one matrix.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from itertools import groupby
 from math import prod
@@ -15,6 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from rrd.ops import choice
+from rrd.ops.cuda import adamw as kernel
+from rrd.ops.cuda.launch import Launcher
 from rrd.ops.grad import give_place, opened, place_of
 
 
@@ -25,6 +29,14 @@ class Slot(NamedTuple):
     shape: tuple[int, ...]
     offset: int
     numel: int
+
+
+class Update(NamedTuple):
+    """What an update was made from: losses and the gradient's norm before clipping; whether they were numbers."""
+
+    losses: list[float]
+    norm: float
+    applied: bool
 
 
 class Treatment(NamedTuple):
@@ -76,6 +88,8 @@ class AdamW:
         self.grad = torch.zeros(size, device=device)
         self._params = [p for _, p in ordered]
         self._stored = self._take_over()
+        self._kernel: kernel.Update | None = None
+        """What updates on a die that has a kernel for it, once it has been asked for."""
 
     @property
     def names(self) -> list[str]:
@@ -103,6 +117,37 @@ class AdamW:
     def grad_norm(self) -> float:
         """The L2 norm of the window's gradient."""
         return float(torch.linalg.vector_norm(self.gather()))
+
+    @torch.no_grad()
+    def update(self, lr: float, clip: float, losses: Sequence[Tensor]) -> Update:
+        """One update with the gradient clipped to the norm ``clip`` (0: not at all), and what it was made from.
+
+        Where a loss, a scalar on the die, or the norm is not finite, nothing is changed. The report is all that is
+        waited for.
+        """
+        norm = torch.linalg.vector_norm(self.gather())
+        report = torch.stack([*losses, norm])
+        go = choice.launcher("adamw", norm.device)
+        if go is not None:  # a loss that is no number makes the norm none
+            self._on_die(go).step(lr, (norm + (0.0 * report).sum()).view(1), clip)
+            self.refresh()
+        *found, size = report.tolist()
+        applied = all(math.isfinite(x) for x in (*found, size))
+        if go is None and applied:
+            self.step(lr, scale=min(1.0, clip / (size + 1e-6)) if clip else 1.0)
+        elif applied:
+            self.steps += 1
+        return Update(found, size, applied)
+
+    def _on_die(self, go: Launcher) -> kernel.Update:
+        """The kernel's side of this optimizer, at the step that this one is at."""
+        if self._kernel is None:
+            groups = [kernel.Group(part.stop, t.lr_scale, self.weight_decay if t.decayed else 0.0)
+                      for part, t in self.groups]
+            self._kernel = kernel.Update(go, self.flat["param"], self.grad, self.flat["exp_avg"],
+                                         self.flat["exp_avg_sq"], groups=groups, betas=self.betas, eps=self.eps)
+        self._kernel.at(self.steps)
+        return self._kernel
 
     @torch.no_grad()
     def step(self, lr: float, scale: float = 1.0) -> None:

@@ -42,6 +42,7 @@ class Update:
         self.betas, self.eps = betas, eps
         at = p.device
         self.steps = torch.tensor([steps], dtype=torch.int64, device=at)
+        self._counted = steps
         self._ends = torch.tensor([g.end for g in groups], dtype=torch.int64, device=at)
         self._rules = torch.tensor([[g.lr_scale, g.decay] for g in groups], dtype=torch.float64, device=at)
         self._rates = torch.zeros(len(groups), 2, device=at)
@@ -52,9 +53,16 @@ class Update:
         """Of the newest update; to look at them is to wait for it."""
         return Facts(*torch.split(self._facts, 1))
 
+    def at(self, steps: int) -> None:
+        """Have ``steps`` updates behind it, as the caller counts them. Costs nothing where that is so."""
+        if steps != self._counted:
+            self.steps.fill_(steps)
+        self._counted = steps
+
     def step(self, lr: float, norm: Tensor | None = None, clip: float = 0.0) -> None:
         """One update. ``norm`` [1]: the gradient's; where it is not finite nothing is changed. ``clip`` 0: none."""
         assert not clip or norm is not None, "clipping wants the norm"
+        self._counted += 1  # unless it is not applied, which only the die knows yet
         beta1, beta2 = self.betas
         self._go("rrd_adamw_begin", (1,), norm, float(clip), lr, beta1, beta2, self._rules, self._groups, self.steps,
                  self._rates, self._facts)

@@ -103,6 +103,11 @@ def _back(d: Tensor, x: Tensor, head: Tensor, grad: Tensor, bias: Tensor | None,
 _kept: dict[torch.device, Tensor] = {}
 
 
+def release() -> None:
+    """Give the kept buffers back; the next loss makes new ones."""
+    _kept.clear()
+
+
 def _buffer(size: int, like: Tensor) -> Tensor:
     if like.device not in _kept or _kept[like.device].numel() < size:
         _kept[like.device] = torch.empty(size, device=like.device)

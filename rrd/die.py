@@ -134,8 +134,7 @@ class Die:
 
     def settings(self, config: Config) -> dict[str, object]:
         """What a new worker of this die has to know."""
-        return {"die": self.name, "device": self.spec.device, "threads": self.spec.threads,
-                "state_dir": str(config.state_dir), "cache_dir": str(config.cache_dir)}
+        return worker_settings(config, die=self.name, device=self.spec.device, threads=self.spec.threads)
 
     def view(self, *, computing: str | None, retry_at: float | None) -> DieView:
         """``computing``: the job on the visit in progress; ``retry_at``: Unix time at which its back-off ends."""
@@ -152,6 +151,13 @@ class Die:
             memory_bytes=machine_bytes() if self.spec.device == "cpu" else ready.memory_bytes if ready else None,
             memory_used_bytes=self.held_bytes if self.alive else None,
             without_kernels=self.without_kernels if self.alive else "")
+
+
+def worker_settings(config: Config, *, die: str, device: str, threads: int) -> dict[str, object]:
+    """``die`` is empty for a worker that only prepares."""
+    return {"die": die, "device": device, "threads": threads, "state_dir": str(config.state_dir),
+            "cache_dir": str(config.cache_dir), "model_roots": [str(r) for r in config.model_roots],
+            "data_roots": [str(r) for r in config.data_roots]}
 
 
 @cache

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from rrd.config import Config
+from rrd.die import worker_settings
 from rrd.handle import CannotStart, Nursery, Worker, WorkerGone
 from rrd.messages import Failed, Message, Prepare, Prepared, Progress, Ready
 from rrd.room import look, refusal
@@ -62,8 +63,7 @@ class Preparer:
 
     async def _prepare(self, job: Job) -> Prepared | Failed:
         c = self.config
-        settings: dict[str, object] = {"die": "", "device": "cpu", "threads": 1, "state_dir": str(c.state_dir),
-                                       "cache_dir": str(c.cache_dir)}
+        settings = worker_settings(c, die="", device="cpu", threads=1)
         told = [self.monotonic()]
         worker = Worker(self.nursery, settings, lambda report: self._hear(job, report, told))
         try:

@@ -17,6 +17,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, NoReturn
 
+from rrd import roots
 from rrd.errors import BadJob
 from rrd.text import one_line
 
@@ -92,6 +93,7 @@ def open_file(path: Path) -> BinaryIO:
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         _refuse(path, "is not a regular file", "")
+    roots.check(fd, str(path), "model")
     return os.fdopen(fd, "rb", buffering=0)
 
 

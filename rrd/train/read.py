@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, NoReturn
 
+from rrd import roots
 from rrd.errors import BadJob
 from rrd.text import one_line
 from rrd.train.shapes import BadLine, Record, Turn, turns_of
@@ -130,6 +131,7 @@ def open_regular(path: str, *, what: str) -> BinaryIO:
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise BadJob(f"{what} is not a regular file", file=path, hint=hint)
+    roots.check(fd, path, "data" if what == "the data file" else "model")
     return os.fdopen(fd, "rb", buffering=1 << 20)
 
 

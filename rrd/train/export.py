@@ -22,7 +22,7 @@ from rrd.job import JobSpec
 from rrd.models import build
 from rrd.models.files import inspect, names_in_files
 from rrd.models.rwkv7 import Rwkv7
-from rrd.safetensors_header import Located, read_header
+from rrd.safetensors_header import Located, model_tensors, read_header
 from rrd.train import whole
 from rrd.train.publish import Publication
 from rrd.train.tensor_file import entry, read_tensor, stream
@@ -145,8 +145,21 @@ def export_full(tensors: Mapping[str, Tensor], output: Path, model: str, *, step
     with Publication(output) as new:
         changed = whole.add_trained(new, Path(model), tensors, alive=lambda share: alive("exporting", share))
         whole.check(new.path, Path(model), {})
+        _check_trained(new.path, tensors)
         notes = [] if changed else ["the model is still what it was before training"]
         return notes + new.publish({"base": model, "method": "full", "step": step})
+
+
+def _check_trained(directory: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Whether a written model holds the trained tensors, all of them numbers. The first and the last are read again."""
+    found = model_tensors(directory)
+    for name, tensor in tensors.items():
+        if not torch.isfinite(tensor).all():
+            raise _not_finite(f"training has made {name}")
+    for name in {*list(tensors)[:1], *list(tensors)[-1:]}:
+        back = read_tensor(found[name])
+        if not torch.equal(back, tensors[name].detach().cpu().to(back.dtype)):
+            raise Damaged(f"{directory / whole.WEIGHTS} does not hold {name} as it was trained")
 
 
 def ranks(tensors: Mapping[str, Tensor]) -> dict[str, int]:

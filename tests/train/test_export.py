@@ -146,6 +146,14 @@ def test_a_full_export_is_of_the_masters(tmp_path: Path, dtype: str) -> None:
     assert torch.allclose(logits(load(tmp_path / "out")), ours(trainer).float(), atol=close)
 
 
+def test_a_whole_model_that_is_no_number_is_not_exported(tmp_path: Path) -> None:
+    trainer = trained(tmp_path, method="full")
+    next(iter(export.masters(trainer).values()))[0] = float("nan")
+    with pytest.raises(RrdError, match="infinite or no number"):
+        export.export(trainer, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_file_that_does_not_read_back_is_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = {"q.lora_A.weight": torch.ones(4, 8), "q.lora_B.weight": torch.ones(8, 4)}
     real = publish.Publication.add

@@ -8,12 +8,16 @@ from typing import Any
 import pytest
 import torch
 from boxes import toy_keys
+from faults import Faults
 from rwkv_toys import make_rwkv
 
 from rrd.job import JobSpec
 from rrd.models import load_base
+from rrd.savings import Rung
+from rrd.train import step as step_module
 from rrd.train.data import Dataset, prepare
 from rrd.train.state import Staging, restore
+from rrd.train.step import NO_LABEL, Batch, NotFinite
 from rrd.train.trainer import Trainer
 
 STEPS = 12
@@ -96,3 +100,109 @@ def test_the_seed_matters_and_the_loss_falls(tmp_path: Path) -> None:
     two = [b.run_step(60, "stop").loss for _ in range(60)]
     assert one != two
     assert sum(one[-10:]) < 0.9 * sum(one[:10])
+
+
+# --- steps that are no number -----------------------------------------------------------------------------------------
+
+
+class Poison:
+    """Spoils one step of ``trainer``: "loss" or "grad" is then no number; or "labels": there are none."""
+
+    def __init__(self, trainer: Trainer, step: int, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.trainer, self.step, self.how = trainer, step, how
+        batch_at = trainer.data.batch_at
+        monkeypatch.setattr(trainer.data, "batch_at", lambda *args: self._batch(batch_at(*args)))
+        norm = trainer.optimizer.grad_norm
+        monkeypatch.setattr(trainer.optimizer, "grad_norm", lambda: float("inf") if self._now("grad") else norm())
+        if how == "loss":
+            inner = step_module.loss_and_grad
+            monkeypatch.setattr(step_module, "loss_and_grad", lambda *a, **k: (
+                (torch.tensor(float("nan")), inner(*a, **k)[1] * float("nan")) if self._now("loss") else inner(*a, **k)))
+
+    def _now(self, how: str) -> bool:
+        return self.how == how and self.trainer.step + 1 == self.step
+
+    def _batch(self, batch: Batch) -> Batch:
+        return batch._replace(labels=torch.full_like(batch.labels, NO_LABEL)) if self._now("labels") else batch
+
+
+@pytest.mark.parametrize("how", ["loss", "grad"])
+def test_a_skipped_step_is_as_if_it_had_not_been_and_is_counted_also_after_a_resume(
+        tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make_trainer(tmp_path)
+    Poison(trainer, 4, how, monkeypatch)
+    for _ in range(3):
+        trainer.run_step(STEPS, "skip")
+    before, applied, norms = flat(trainer), trainer.optimizer.steps, list(trainer.norms)
+    result = trainer.run_step(STEPS, "skip")
+    assert result.skipped and trainer.skipped == 1 and trainer.step == 4
+    assert_same(before, flat(trainer))
+    assert trainer.optimizer.steps == applied == 3 and list(trainer.norms) == norms
+    staging = Staging(trainer.optimizer)
+    staging.fill(trainer.optimizer)
+    again = make_trainer(tmp_path)
+    restore(again.optimizer, memoryview(bytearray(staging.chunk())), "here")
+    again.resume(trainer.state(STEPS, 0))
+    assert again.skipped == 1 and list(again.norms) == norms
+    assert [again.run_step(STEPS, "skip").loss for _ in range(4)] == [
+        trainer.run_step(STEPS, "skip").loss for _ in range(4)]
+    assert_same(flat(trainer), flat(again))
+
+
+@pytest.mark.parametrize(("how", "said"), [("loss", "the loss is nan"), ("grad", "the gradient's norm is inf")])
+def test_a_step_that_stops_the_job_says_which_on_what_and_what_came_before(
+        tmp_path: Path, how: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make_trainer(tmp_path)
+    Poison(trainer, 9, how, monkeypatch)
+    for _ in range(8):
+        trainer.run_step(STEPS, "stop")
+    norms = ", ".join(f"{n:.3g}" for n in trainer.norms)
+    assert len(trainer.norms) == 5
+    ids = ", ".join(str(trainer.data.at(trainer.position + k, trainer.spec.seed) + 1) for k in range(2))
+    before = flat(trainer)
+    with pytest.raises(NotFinite) as e:
+        trainer.run_step(STEPS, "stop")
+    assert e.value.message == f"{said} at step 9, on sample {ids} of the data; the gradient's norms before: {norms}"
+    assert "on_nan" in e.value.hint and trainer.step == 8
+    assert_same(before, flat(trainer))
+
+
+@pytest.mark.parametrize("on_nan", ["stop", "skip"])
+def test_a_step_without_a_label_is_no_number_lost_and_none_to_stop_for(
+        tmp_path: Path, on_nan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make_trainer(tmp_path)
+    Poison(trainer, 4, "labels", monkeypatch)
+    results = [trainer.run_step(STEPS, on_nan) for _ in range(5)]
+    assert [r.applied for r in results] == [True, True, True, False, True]
+    assert trainer.skipped == 0 and not any(r.skipped for r in results) and trainer.optimizer.steps == 4
+
+
+# --- held-out data in pieces ------------------------------------------------------------------------------------------
+
+
+def test_an_evaluation_interrupted_anywhere_gives_the_same_number(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, batch_size=2)
+    trainer.held_out = trainer.data
+    whole = trainer.evaluation().go_on((), lambda share: False)
+    shares: list[float] = []
+    evaluation, found, visits = trainer.evaluation(), None, 0
+    while found is None:
+        found, visits = evaluation.go_on((), lambda share: (shares.append(share), len(shares) % 3 == 0)[1]), visits + 1
+    assert found == whole and visits == -(-len(shares) // 3) > 2 and shares == sorted(shares) and shares[-1] == 1.0
+    assert trainer.evaluated == trainer.step
+
+
+def test_an_evaluation_that_ran_out_of_memory_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+                                                                   ) -> None:
+    trainer = make_trainer(tmp_path)
+    trainer.held_out = trainer.data
+    whole = trainer.evaluation().go_on((), lambda share: False)
+    evaluation = trainer.evaluation()
+    evaluation.go_on((), lambda share: share > 0.4)
+    at = evaluation.at
+    with pytest.raises(torch.cuda.OutOfMemoryError), Faults(out_of_memory_at=5):
+        evaluation.go_on((), lambda share: False)
+    assert evaluation.at == at > 0
+    assert evaluation.go_on((), lambda share: False) == whole
+    finer = trainer.evaluation().go_on((Rung(what="logits", step=1, factor=8),), lambda share: False)
+    assert finer == pytest.approx(whole, rel=1e-6)

@@ -296,4 +296,4 @@ def test_the_new_rwkv_has_words_for_its_text_and_can_be_asked(tmp_path: Path) ->
     script = finish.write_rwkv_script(tmp_path, state)
     assert script
     run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
-    assert run.stdout.count("def get(self") == 2, run.stderr
+    assert [len(line.split("'")) > 8 for line in run.stdout.splitlines()] == [True, True], run.stderr

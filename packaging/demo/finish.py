@@ -48,18 +48,15 @@ from tokenizers import Tokenizer
 from rrd.models import build, load_base
 
 @torch.no_grad()
-def answer(path):
+def expects(path, text):
     tokenizer, model = Tokenizer.from_file(path + "/tokenizer.json"), build(load_base(path))
-    said, states = tokenizer.encode("def get(self, name):\\n").ids, None
-    new = said
-    while len(said) < 40:
-        hidden, states = model.carry(torch.tensor([new]), states)
-        new = [int((hidden[0, -1] @ model.head_weight.t()).argmax())]
-        said = said + new
-    return tokenizer.decode(said)
+    hidden = model.hidden(torch.tensor([tokenizer.encode(text).ids]))
+    likely = (hidden[0, -1] @ model.head_weight.t()).topk(8).indices
+    return " ".join(repr(tokenizer.decode([int(i)])) for i in likely)
 
-print("the RWKV-7 from scratch:", answer("{base}"))
-print("with the adapter, merged:", answer("{merged}"))
+text = "def get(self, name):\\n    return"
+print("after `return`, the RWKV-7 from scratch expects:", expects("{base}", text))
+print("and with the adapter, merged:                   ", expects("{merged}", text))
 """
 
 

@@ -1,8 +1,11 @@
 """What an int8 base costs in time: one LoRA step over a float base and over the same quantized, turn about.
 
     python tests/bench/bench_int8.py [--model 140m] [--seq 512] [--dtype float32] [--rounds 9]
+    python tests/bench/bench_int8.py --error .demo/models/SmolLM2-135M-Instruct
 
-Printed: median seconds a step of each, their ratio, and the bytes that the bases hold.
+Printed: median seconds a step of each, their ratio, and the bytes that the bases hold. With ``--error``: what weights
+of less precision do to the loss and the LoRA gradient of a real model, for int8 with a scale a row (what rrd does),
+int8 with finer scales, and bf16, on the text of README.md.
 """
 
 from __future__ import annotations
@@ -12,12 +15,17 @@ import itertools
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import bench_train as bench
+import torch
+from torch import Tensor
 
 from rrd.lora import attach
-from rrd.models import build, load_base
+from rrd.models import Base, build, load_base
 from rrd.models.dtypes import choose
+from rrd.models.int8 import quantize, quantized_names
 from rrd.optim import AdamW
 from rrd.train.step import Batch, train_step
 
@@ -28,7 +36,11 @@ def main() -> None:
     p.add_argument("--seq", type=int, default=512)
     p.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     p.add_argument("--rounds", type=int, default=9)
+    p.add_argument("--error", type=Path, metavar="MODEL")
     args = p.parse_args()
+    if args.error:
+        errors(args.error)
+        return
     bench.settle(1)
     figure = bench.Figure(args.model, args.seq, args.dtype, "lora", 0.0)
     with tempfile.TemporaryDirectory() as where:
@@ -53,6 +65,63 @@ def side(where, figure, *, quantize):  # type: ignore[no-untyped-def]
     idx, labels = bench.samples(figure)
     batch = [Batch(idx[:1, :-1], labels[:1, 1:])]
     return lambda: train_step(model, optimizer, batch, lr=1e-4, clip_norm=1.0, seeds=[0])
+
+
+# ---- what is lost ------------------------------------------------------------------------------------------------
+
+
+def by_row(w: Tensor) -> Tensor:
+    q, s = quantize(w)
+    return q * s[:, None]
+
+
+def by_group(width: int) -> Callable[[Tensor], Tensor]:
+    """A scale, stored as fp16, for every ``width`` weights of a row: 1 + 2 / ``width`` bytes a weight."""
+
+    def rounded(w: Tensor) -> Tensor:
+        x = w.view(len(w), -1, width)
+        s = (x.abs().amax(2, keepdim=True) / 127.0).half().float().clamp_min(1e-8)
+        return ((x / s).round().clamp(-127, 127) * s).view_as(w)
+
+    return rounded
+
+
+FORMATS: dict[str, tuple[float, Callable[[Tensor], Tensor]]] = {
+    "int8, a scale a row": (1.0, by_row), "int8, a scale for 64": (1 + 2 / 64, by_group(64)),
+    "int8, a scale for 32": (1 + 2 / 32, by_group(32)),
+    "bf16": (2.0, lambda w: (w * 1.3).bfloat16().float() / 1.3),  # these weights are bf16: scaled, they are rounded
+    "fp32 with noise of 0.1 %": (4.0, lambda w: w + 1e-3 * w.std() * torch.randn_like(w))}
+
+
+def errors(model: Path) -> None:
+    from tokenizers import Tokenizer
+
+    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    ids = torch.tensor(Tokenizer.from_file(str(model / "tokenizer.json")).encode(text).ids[:513])[None]
+    loss, grad = gradient(load_base(model), ids)
+    for name, (size, rounded) in FORMATS.items():
+        base, gone, whole = load_base(model), 0.0, 0.0
+        for n in sorted(quantized_names(base.family, base.config)):
+            w = base.tensors[n]
+            base.tensors[n] = rounded(w)
+            gone, whole = gone + float((base.tensors[n] - w).square().sum()), whole + float(w.square().sum())
+        other_loss, other = gradient(base, ids)
+        print(f"{name}: {size:.2f} bytes a weight, weights {(gone / whole) ** 0.5:.2%} off; loss "
+              f"{abs(other_loss / loss - 1):.2%}, gradient's norm {abs(float(other.norm() / grad.norm()) - 1):.2%}, "
+              f"gradient {float((other - grad).norm() / grad.norm()):.1%} off, cosine "
+              f"{float(other @ grad / other.norm() / grad.norm()):.4f}", flush=True)
+
+
+def gradient(base: Base, ids: Tensor) -> tuple[float, Tensor]:
+    """Loss and all LoRA gradients, B's included: they begin at a random place."""
+    model, g = build(base), torch.Generator().manual_seed(3)
+    named = attach(model, targets=base.family.lora_targets, rank=4)
+    for name, p in named:
+        if "lora_B" in name:
+            p.data.normal_(generator=g, std=0.01)
+    optimizer = AdamW(named)
+    result = train_step(model, optimizer, [Batch(ids[:, :-1], ids[:, 1:])], lr=0.0, clip_norm=0.0, seeds=[0])
+    return result.loss, optimizer.grad.double()
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
     python tests/bench/bench_rwkv.py                          steps: LoRA and full, 256 and 512 tokens
     python tests/bench/bench_rwkv.py --method lora --seq 512 --layers 4
     python tests/bench/bench_rwkv.py --ops                    only the recurrence: compiled, chunked, token by token
+    python tests/bench/bench_rwkv.py --ops --fla DIR          also flash-linear-attention's naive path, unpacked in DIR
 
 The two take turns, a step each, on the same weights and tokens. Printed: tokens/s of the best step of either, their
 ratio, and the share of this CPU's measured GEMM rate that our step's own products amount to. The random start is
@@ -12,6 +13,7 @@ RWKV-LM's initialisation.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import math
 import os
 import tempfile
@@ -22,7 +24,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
-from rwkv_peer import Peer, recurrence
+from rwkv_peer import Peer, careful_recurrence, recurrence
 from torch import Tensor
 
 from rrd.lora import attach
@@ -46,7 +48,8 @@ def main() -> None:
     kernels = native.kernels()
     print(f"torch {torch.__version__}, one thread, GEMM rate {rate / 1e9:.0f} GFLOP/s, kernels "
           f"{kernels.name if kernels else native.why_not()}")
-    ops(64 if args.quick else 512)
+    for T in (64,) if args.quick else (256, 512):
+        ops(T, args.fla)
     if args.ops:
         return
     with tempfile.TemporaryDirectory() as where:
@@ -67,6 +70,7 @@ def _arguments() -> argparse.Namespace:
     p.add_argument("--rounds", type=int, default=5)
     p.add_argument("--alone", action="store_true", help="without the peer")
     p.add_argument("--ops", action="store_true", help="the recurrence alone")
+    p.add_argument("--fla", type=Path, help="where the wheel of fla-core is unpacked; needs einops")
     p.add_argument("--quick", action="store_true", help="two small layers, a few seconds")
     args = p.parse_args()
     if args.quick:
@@ -145,22 +149,47 @@ def theirs(path: Path, method: str, idx: Tensor) -> Callable[[], float]:
     return step
 
 
-def ops(T: int, H: int = 12) -> None:
+def ops(T: int, fla: Path | None, H: int = 12) -> None:
     g = torch.Generator().manual_seed(0)
     r, k, v, z, kk = (torch.randn(1, T, H, 64, generator=g) for _ in range(5))
     kappa = torch.nn.functional.normalize(kk, dim=-1)
     xs = [r, -math.exp(-0.5) * torch.sigmoid(z), k, v, -kappa, kappa * 0.5]
 
-    def peer(r: Tensor, log_d: Tensor, *rest: Tensor) -> tuple[Tensor, None]:
-        flat = [t.view(1, T, H * 64) for t in (r, torch.log(-log_d), *rest)]
-        return recurrence(*flat).view(1, T, H, 64), None
+    def peer(step: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, None]]:
+        def op(r: Tensor, log_d: Tensor, *rest: Tensor) -> tuple[Tensor, None]:
+            flat = [t.view(1, T, H * 64) for t in (r, torch.log(-log_d), *rest)]
+            return step(*flat).view(1, T, H, 64), None
 
-    for name, op in {"compiled": wkv7, "chunked": wkv7_chunked, "token by token": peer}.items():
+        return op
+
+    sides: dict[str, Callable[..., tuple[Tensor, object]]] = {
+        "compiled": wkv7, "chunked": wkv7_chunked, "token by token as public code has it": peer(recurrence),
+        "token by token with care": peer(careful_recurrence)}
+    if fla is not None:
+        sides["flash-linear-attention's naive path"] = fla_naive(fla)
+    expected = wkv7_chunked(*xs)[0]
+    for name, op in sides.items():
+        assert torch.allclose(op(*xs)[0], expected, atol=1e-3), name
         inputs = [x.clone().requires_grad_() for x in xs]
         forward = best(lambda op=op, inputs=inputs: op(*inputs), 5)
         both = best(lambda op=op, inputs=inputs: op(*inputs)[0].sum().backward(), 5)
         print(f"recurrence, {H} heads, {T} tokens, {name}: forward {forward * 1e3:.1f} ms, "
               f"backward {(both - forward) * 1e3:.1f} ms")
+
+
+def fla_naive(where: Path) -> Callable[..., tuple[Tensor, object]]:
+    """Its plain recurrence, which is of one file; the package itself wants Triton."""
+    file = where / "fla" / "ops" / "generalized_delta_rule" / "dplr" / "naive.py"
+    spec = importlib.util.spec_from_file_location("fla_naive", file)
+    assert spec and spec.loader
+    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
+
+    def op(r: Tensor, log_d: Tensor, *rest: Tensor) -> tuple[Tensor, object]:
+        q, k, v, a, b, g = (t.transpose(1, 2) for t in (r * 8.0, *rest, log_d))  # it divides by the root of 64
+        y, state = module.dplr_recurrence(q, k, v, a, b, g)
+        return y.transpose(1, 2), state
+
+    return op
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """The peer: RWKV-7 in plain torch with the recurrence token by token, as public training code falls back to on CPUs.
 
-BlinkDL's RWKV-LM (``RWKV-v7/train_temp/src/model.py``, the demo's ``RWKV7_OP``), reduced to what trains: autograd,
-torch.optim.AdamW, logits whole. LoRA as PEFT computes it.
+BlinkDL's RWKV-LM (``RWKV-v7/train_temp/src/model.py``), reduced to what trains: autograd, torch.optim.AdamW, logits
+whole. LoRA as PEFT computes it. The recurrence is, operation by operation, what ``rwkv_v7_demo.py`` and the trainers
+that descend from it (RWKV-PEFT and others) run without CUDA: products of matrices, results written into one tensor.
 """
 
 from __future__ import annotations
@@ -78,6 +79,26 @@ class Peer(nn.Module):
 
 
 def recurrence(r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    B, T, C = r.shape
+    H, N = C // 64, 64
+    r, k, v, a, b = (t.view(B, T, H, N) for t in (r, k, v, a, b))
+    w = torch.exp(-torch.exp(w.view(B, T, H, N)))
+    y, state = torch.zeros(B, T, H, N), torch.zeros(B, H, N, N)
+
+    def column(x: Tensor, t: int) -> Tensor:
+        return x[:, t].view(B, H, N, 1)
+
+    def row(x: Tensor, t: int) -> Tensor:
+        return x[:, t].view(B, H, 1, N)
+
+    for t in range(T):
+        state = state * row(w, t) + state @ column(a, t) @ row(b, t) + column(v, t) @ row(k, t)
+        y[:, t] = (state @ column(r, t)).view(B, H, N)
+    return y.view(B, T, C)
+
+
+def careful_recurrence(r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """The same as one would write it for speed: outer products elementwise, results put together at the end."""
     B, T, C = r.shape
     H, N = C // 64, 64
     r, w, k, v, a, b = (t.view(B, T, H, N) for t in (r, torch.exp(-torch.exp(w)), k, v, a, b))

@@ -73,8 +73,10 @@ class CommandBench:
         (self._path / f"mood.{die}").write_text(mood)
 
     def open(self) -> str | None:
-        file = self._path / "open"
-        return file.read_text().strip() if file.exists() else None
+        try:
+            return (self._path / "open").read_text().strip()
+        except FileNotFoundError:
+            return None
 
 
 class SocketBench:

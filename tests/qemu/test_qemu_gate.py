@@ -60,9 +60,9 @@ def play(path: Path, seconds: float, **words: int) -> list[dict[str, Any]]:
 @needs_qemu
 def test_each_memory_survives_a_thousand_swaps(tmp_path: Path) -> None:
     """And the boot state is back after a kill of the helper, and after its end; all without a capability."""
-    reports = play(tmp_path, PATIENCE, flat=1000, boards=60, bus=60, kills=1)
+    reports = play(tmp_path, PATIENCE, flat=1000, boards=30, bus=30, kills=1)
     assert {r["capabilities"] for r in reports if "capabilities" in r} == {"0" * 16}
-    assert [r["swaps"] for r in reports if "swaps" in r] == [1000, 60, 60]
+    assert [r["swaps"] for r in reports if "swaps" in r] == [1000, 30, 30]
     check = next(r["check"] for r in reports if "check" in r)
     assert "  bridge 0000:00:14.0 is switched" in check
     assert check[-1] == "ok"

@@ -129,8 +129,11 @@ class AdamW:
         report = torch.stack([*losses, norm])
         go = choice.launcher("adamw", norm.device)
         if go is not None:  # a loss that is no number makes the norm none
-            self._on_die(go).step(lr, (norm + (0.0 * report).sum()).view(1), clip)
+            on_die, norm = self._on_die(go), norm + (0.0 * report).sum()
+            self.whole = False
+            on_die.step(lr, norm.view(1), clip)
             self.refresh()
+            self.whole = True
         *found, size = report.tolist()
         applied = all(math.isfinite(x) for x in (*found, size))
         if go is None and applied:

@@ -57,7 +57,6 @@ class Host:
         self.launches.append(kernel.name)
         self.seed += 1
         assert len(args) == len(kernel.params), kernel.name
-        tensors = [a for a in args if isinstance(a, Tensor)]
         encoded = kernel.name.encode()
         request = [struct.pack("<Q", len(encoded)), encoded, struct.pack("<4Q", self.seed, gx, gy, len(args))]
         request += [_encoded(p, a) for p, a in zip(kernel.params, args, strict=True)]
@@ -71,8 +70,9 @@ class Host:
             raise self._fault(kernel.op, process)
         _, barriers, shuffles = struct.unpack("<3Q", head)
         self.barriers, self.shuffles = self.barriers + barriers, self.shuffles + shuffles
-        for t in tensors:
-            _fill(t, process.stdout.read(_nbytes(t)))
+        for param, a in zip(kernel.params, args, strict=True):
+            if isinstance(a, Tensor):
+                _fill(a, process.stdout.read(_nbytes(a)), param)
 
     def _process(self, op: str) -> subprocess.Popen[bytes]:
         if op not in self._running:
@@ -111,14 +111,16 @@ def _encoded(param: Param, a: object) -> bytes:
         return struct.pack("<Q", 0)
     if param.pointer:
         assert isinstance(a, Tensor) and a.dtype == DTYPES[param.type], (param, a)
-        raw = _spanned(a).numpy().tobytes()
+        raw = _spanned(a.detach()).numpy().tobytes()
         return struct.pack("<2Q", 2, len(raw)) + raw
     assert isinstance(a, (int, float)) and not isinstance(a, Tensor), (param, a)
     return struct.pack("<Q", 1) + struct.pack(FORMATS[param.type], a)
 
 
-def _fill(t: Tensor, raw: bytes) -> None:
-    if raw:
+def _fill(t: Tensor, raw: bytes, param: Param) -> None:
+    if raw and param.reads:
+        assert raw == _spanned(t.detach()).numpy().tobytes(), f"{param.name} is only to be read"
+    elif raw:
         _spanned(t).copy_(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
 
 

@@ -29,9 +29,10 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_inputs(tmp_path_factory.mktemp("machines") / "inputs")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory, inputs: Path) -> Iterator[Service]:
-    """``rrd install-service`` has run; ``alice`` is in the group rrd, ``bob`` is not."""
+    """``rrd install-service`` has run; ``alice`` is in the group rrd, ``bob`` is not. Off when the module is through:
+    other tests want the cores."""
     files, links, binds = with_rrd()
     machine = Machine(tmp_path_factory.mktemp("machine") / "box", files=files, links=links,
                       binds=binds | {inputs: INPUTS})

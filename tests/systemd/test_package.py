@@ -73,6 +73,7 @@ def test_installed_it_runs_and_trains(service: Service) -> None:
     service.drop("first", max_steps=20)
     service.wait_done("first")
     assert service.machine.run("rrd", "--version") == "rrd 0.1.0"
+    assert service.machine.run("ls", f"{VENV}/share/rrd/units/rrd.service"), "for install-service, where no package is"
     assert "rrd" in service.machine.run("man", "-w", "rrd", "rrd.toml", "rrd-job", "rrd-gate", "rrd-setup")
 
 

@@ -12,14 +12,15 @@ $(VENV)/.done: pyproject.toml packaging/constraints.txt
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c packaging/constraints.txt -e '.[dev,demo]'
 	@touch $@
 
-# Real adapters train in turn on this machine's CPUs. Interrupted, it goes on where it was; `make demo-clean` forgets.
+# Seven real jobs train in turn on this machine's CPUs, and then an adapter on what one of them has made. Interrupted, it goes on where it was; `make demo-clean` forgets.
 # The result is shown even when a job failed; make's exit code is then that of `rrd run`.
 DEMO = .demo
 demo: $(VENV)/.done
 	@$(BIN)/python packaging/demo/fetch.py $(DEMO)
 	@$(BIN)/python packaging/demo/jobs.py $(DEMO)
 	@$(BIN)/rrd run --config $(DEMO)/jobs.d --state $(DEMO)/state && \
-	$(BIN)/rrd run --config $(DEMO)/then.d --state $(DEMO)/state; code=$$?; \
+	$(BIN)/python packaging/demo/jobs.py $(DEMO) && \
+	$(BIN)/rrd run --config $(DEMO)/jobs.d --state $(DEMO)/state; code=$$?; \
 	$(BIN)/python packaging/demo/finish.py $(DEMO) --check && exit $$code
 
 demo-clean:

@@ -216,12 +216,15 @@ def test_every_download_is_fixed_to_version_and_hash() -> None:
 
 
 def test_there_are_eight_jobs_of_which_two_train_all_weights(tmp_path: Path) -> None:
-    written = jobs.write_jobs(tmp_path / "de\"mo ü")
+    demo = tmp_path / "de\"mo ü"
+    assert len(jobs.write_jobs(demo)) == 7
+    jobs.trained_model(demo).mkdir(parents=True)
+    written = jobs.write_jobs(demo)
     specs = {path.stem: parse_job(path.name, path.read_bytes()) for path in written}
     assert len(specs) == 8
     assert all(JOB_ID.fullmatch(job) for job in specs)
     assert sum(spec.method == "full" for spec in specs.values()) == 2
-    assert specs["rwkv-lora"].model == str(tmp_path / "de\"mo ü" / "state" / "adapters" / "rwkv-new")
+    assert specs["rwkv-lora"].model == str(jobs.trained_model(demo))
     assert len({spec.lora_rank for spec in specs.values()}) >= 3
     assert len({spec.data for spec in specs.values()}) >= 4
     for spec in specs.values():
@@ -236,8 +239,7 @@ def test_the_jobs_name_what_is_fetched(tmp_path: Path) -> None:
     specs = [parse_job(path.name, path.read_bytes()) for path in jobs.write_jobs(tmp_path)]
     fetched = {str(fetch.data_file(tmp_path, name, part)) for name in fetch.TEXTS for part in ("train", "heldout")}
     assert {spec.data for spec in specs} | {spec.eval_data for spec in specs} == fetched
-    trained = str(tmp_path / "state" / "adapters" / "rwkv-new")
-    assert {spec.model for spec in specs} == {trained} | {
+    assert {spec.model for spec in specs} == {
         str(of(tmp_path)) for of in (fetch.model_dir, fetch.small_model_dir, fetch.new_model_dir)}
 
 

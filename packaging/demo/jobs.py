@@ -1,4 +1,4 @@
-"""Write the demo's job files: ``python packaging/demo/jobs.py .demo``. Seven run first, one when they are done.
+"""Write the demo's job files: ``python packaging/demo/jobs.py .demo``, once before they run and once after.
 
 They differ in what a first reader would like to see at work: rank, targets, data format, full training, cadence.
 Their sizes are chosen so that all end within a few minutes on two CPU cores.
@@ -106,9 +106,14 @@ USUAL_SEQ_LEN = 256
 
 
 def write_jobs(demo: Path) -> list[Path]:
-    """Put the job files into ``demo/jobs.d`` and ``demo/then.d``; what is there already, and the same, stays."""
-    return [_write(demo / spool / f"{job}.toml", job_file(demo, job))
-            for spool, some in (("jobs.d", JOBS), ("then.d", THEN)) for job in some]
+    """Put the job files into ``demo/jobs.d``, those of THEN once they can run; what is there, and the same, stays."""
+    ready = JOBS | (THEN if trained_model(demo).exists() else {})
+    return [_write(demo / "jobs.d" / f"{job}.toml", job_file(demo, job)) for job in ready]
+
+
+def trained_model(demo: Path) -> Path:
+    """What the job rwkv-new brings."""
+    return demo / "state" / "adapters" / "rwkv-new"
 
 
 def job_file(demo: Path, job: str) -> str:
@@ -118,7 +123,7 @@ def job_file(demo: Path, job: str) -> str:
     paths["model"] = _key("model", fetch.model_dir(demo))
     paths["small_model"] = _key("model", fetch.small_model_dir(demo))
     paths["new_model"] = _key("model", fetch.new_model_dir(demo))
-    paths["trained_model"] = _key("model", demo / "state" / "adapters" / "rwkv-new")
+    paths["trained_model"] = _key("model", trained_model(demo))
     return (JOBS | THEN)[job].format_map(paths) + COMMON.format(
         steps=steps, eval_every=steps // 3, keep=keep, seq_len=SEQ_LEN.get(job, USUAL_SEQ_LEN))
 
@@ -144,5 +149,4 @@ def _write(path: Path, text: str) -> Path:
 
 if __name__ == "__main__":
     written = write_jobs(Path(sys.argv[1]).absolute())
-    first = [p.stem for p in written if p.stem in JOBS]
-    fetch.say(f"{len(first)} jobs in {written[0].parent}: {', '.join(first)}; then {', '.join(THEN)}")
+    fetch.say(f"{len(written)} jobs in {written[0].parent}: {', '.join(p.stem for p in written)}")

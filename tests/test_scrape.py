@@ -5,11 +5,10 @@ from __future__ import annotations
 import subprocess
 import time
 import urllib.request
-from pathlib import Path
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families as parse
-from scraper import needs_prometheus, needs_promtool, prometheus
+from scraper import needs_promtool
 from stage import HOSTILE, a_busy_box, job, snapshot, stage
 
 from rrd.job import JobSpec
@@ -88,13 +87,13 @@ def test_no_label_is_prometheus_own_and_no_series_is_there_twice() -> None:
     assert not [s.name for s in samples if s.name.endswith("_created")]
 
 
-@needs_prometheus
-def test_a_scrape_over_the_wire_is_quick_while_pages_are_open(tmp_path: Path) -> None:
+def test_a_scrape_over_the_wire_is_quick_while_pages_are_open() -> None:
     with stage(snapshot(*[job(f"job-{i}") for i in range(1000)])) as s, \
-            prometheus(tmp_path, s.url.removeprefix("http://").rstrip("/")) as prom, \
-            urllib.request.urlopen(s.url + "events", timeout=10) as stream:
+            urllib.request.urlopen(s.url + "events", timeout=30) as stream:
         assert stream.readline().startswith(b"retry:")
-        prom.until(lambda: (prom.value("count(rrd_job_step)") or 0) == 1000, "never scraped")
-        prom.scraped(3)
-        fastest = prom.value("min_over_time(scrape_duration_seconds[30s])")
-        assert fastest is not None and fastest < 0.5  # the wire, and other tests on the same cores
+        took = []
+        for _ in range(15):
+            begin = time.process_time()  # of both ends: other processes on the same cores do not count
+            assert s.get("metrics").count("\nrrd_job_step{") == 1000
+            took.append(time.process_time() - begin)
+        assert min(took) < 0.1, f"{min(took) * 1000:.0f} ms"  # 24 where it was written

@@ -112,12 +112,13 @@ class Poison:
         self.trainer, self.step, self.how = trainer, step, how
         batch_at = trainer.data.batch_at
         monkeypatch.setattr(trainer.data, "batch_at", lambda *args: self._batch(batch_at(*args)))
-        norm = trainer.optimizer.grad_norm
-        monkeypatch.setattr(trainer.optimizer, "grad_norm", lambda: float("inf") if self._now("grad") else norm())
+        gather = trainer.optimizer.gather
+        monkeypatch.setattr(trainer.optimizer, "gather", lambda: gather().fill_(float("inf")) if self._now("grad")
+                            else gather())
         if how == "loss":
             inner = step_module.loss_and_grad
-            monkeypatch.setattr(step_module, "loss_and_grad", lambda *a, **k: (
-                (torch.tensor(float("nan")), inner(*a, **k)[1] * float("nan")) if self._now("loss") else inner(*a, **k)))
+            monkeypatch.setattr(step_module, "loss_and_grad", lambda *a, **k: tuple(
+                t * float("nan") for t in inner(*a, **k)) if self._now("loss") else inner(*a, **k))
 
     def _now(self, how: str) -> bool:
         return self.how == how and self.trainer.step + 1 == self.step

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rrd.helper.base import Refusal
+from rrd.helper.base import BadSetup, Refusal
 from rrd.helper.space import BAR, COMMAND, GONE, HEADER_TYPE, IDS, MEMORY, Space
 
 BARS = 6
@@ -108,14 +109,21 @@ class Device:
         try:
             return self._space.read(at, size)
         except OSError as e:
-            raise Fallen(f"{self.name} ({self.address}) is not on the bus: {e.strerror or e}") from None
+            raise self._fault(e) from None
 
     def write(self, at: int, size: int, value: int) -> None:
         self._in_time()
         try:
             self._space.write(at, size, value)
         except OSError as e:
-            raise Fallen(f"{self.name} ({self.address}) is not on the bus: {e.strerror or e}") from None
+            raise self._fault(e) from None
+
+    def _fault(self, e: OSError) -> Exception:
+        who = f"{self.name} ({self.address})"
+        if e.errno in (errno.EPERM, errno.EACCES):
+            return BadSetup(f"the configuration space of {who} may not be touched: {e.strerror}",
+                            hint="that takes root, and a kernel that is not in lockdown (Secure Boot)")
+        return Fallen(f"{who} is not on the bus: {e.strerror or e}")
 
     def _in_time(self) -> None:
         if self._clock() > self.deadline:

@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.check:
             from rrd.helper.check import check
 
-            return check(config, Sysfs(args.sysfs))
+            return check(config, Sysfs(args.sysfs, writable=False))
         return serve(config, args)
     except BadSetup as e:
         say(ERROR, f"rrd-gate: {e}")

@@ -40,8 +40,8 @@ class Space(Protocol):
 class SysfsSpace:
     """``<sysfs>/bus/pci/devices/<address>/config``. Opened when asked, and again after the device has been away."""
 
-    def __init__(self, directory: str) -> None:
-        self._path = f"{directory}/config"
+    def __init__(self, directory: str, *, writable: bool = True) -> None:
+        self._path, self._flags = f"{directory}/config", os.O_RDWR if writable else os.O_RDONLY
         self._fd = -1
 
     def read(self, at: int, size: int) -> int:
@@ -57,7 +57,7 @@ class SysfsSpace:
 
     def _call(self, call: Callable[[int], bytes | int]) -> bytes:
         if self._fd < 0:
-            self._fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
+            self._fd = os.open(self._path, self._flags | os.O_CLOEXEC)
         try:
             done = call(self._fd)
         except OSError:
@@ -82,14 +82,14 @@ class Bus(Protocol):
 
 
 class Sysfs:
-    """The machine's own bus, or a tree that looks like it."""
+    """The machine's own bus, or a tree that looks like it. Reading takes no privilege."""
 
-    def __init__(self, root: str = "/sys") -> None:
-        self._devices = f"{root}/bus/pci/devices"
+    def __init__(self, root: str = "/sys", *, writable: bool = True) -> None:
+        self._devices, self._writable = f"{root}/bus/pci/devices", writable
 
     def space(self, address: str) -> SysfsSpace:
         """See Bus."""
-        return SysfsSpace(f"{self._devices}/{address}")
+        return SysfsSpace(f"{self._devices}/{address}", writable=self._writable)
 
     def bridges(self, address: str) -> list[str]:
         """See Bus. The real path of a device names all that is above it."""

@@ -40,7 +40,7 @@ class FakeDevice:
     def __init__(self, bus: FakeBus, address: str, ids: int, bars: list[FakeBar], parent: str | None) -> None:
         self.bus, self.address, self.ids, self.bars, self.parent = bus, address, ids, bars, parent
         self.memory = [bytearray(b"\0") for _ in bars]
-        self.fallen = self.gone = False
+        self.fallen = self.gone = self.locked = False
         self.stuck: dict[int, int] = {}
         """Bits of a byte, by its place, that keep what they are."""
         self.writes = 0
@@ -96,6 +96,8 @@ class FakeDevice:
         self.bus.on_access(self)
         if self.gone:
             raise OSError(19, "No such device")
+        if self.locked:
+            raise OSError(1, "Operation not permitted")
 
     # --- what others see ---
 

@@ -371,6 +371,14 @@ def test_a_wrong_address_is_not_touched(tmp_path: Path) -> None:
     assert bus.writes == 0
 
 
+def test_a_kernel_that_forbids_it_is_said(tmp_path: Path) -> None:
+    bus, names = flat_box()
+    for die in bus.devices.values():
+        die.locked = True
+    with pytest.raises(BadSetup, match=r"die 0 .* may not be touched: Operation not permitted .*lockdown"):
+        window_over(bus, names, tmp_path).start()
+
+
 def test_a_bridge_is_no_die(tmp_path: Path) -> None:
     bus, _ = tree_box()
     with pytest.raises(BadSetup, match=r"die 0 \(0000:10:00.0\) is a bridge"):

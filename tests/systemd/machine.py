@@ -91,7 +91,7 @@ class Machine:
             self._supervisor = subprocess.Popen(
                 ["unshare", "--mount", "--propagation", "private", sys.executable,
                  str(Path(__file__).with_name("supervise.py")), str(self.directory)],
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+                stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True)
         self.booted()
 
     def booted(self, *, unlike: str = "") -> None:
@@ -133,6 +133,8 @@ class Machine:
             (self._cgroup / "cgroup.kill").write_text("1")
         if self._supervisor is not None:
             self._supervisor.wait(60)
+            assert self._supervisor.stdin is not None
+            self._supervisor.stdin.close()
             self._supervisor = None
 
     def close(self) -> None:

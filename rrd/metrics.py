@@ -169,6 +169,7 @@ _JOB_GAUGES: tuple[tuple[str, str, Callable[[JobView], float | None]], ...] = (
     ("rrd_job_learning_rate", "Learning rate of the newest step.", lambda j: j.lr),
     ("rrd_job_weight", "Share of the turns, against other jobs' weights.", lambda j: j.weight),
     ("rrd_job_crashes", "Worker deaths on the job's visits since its last new step.", lambda j: j.crashes),
+    ("rrd_job_skipped_steps", "Steps left out because their loss or gradient was no number.", lambda j: j.skipped),
     ("rrd_job_last_step_timestamp_seconds", "When the newest step ended, Unix time.", lambda j: j.last_step_at),
     ("rrd_job_loaded_timestamp_seconds", "When the job became resident, Unix time; absent while it is not.",
      lambda j: j.loaded_at),
@@ -234,6 +235,8 @@ def _dies(dies: list[DieView]) -> Iterator[Metric]:
     used = GaugeMetricFamily("rrd_die_memory_used_bytes", "What the die's worker holds of it: of a card what torch has "
                              "reserved, of a CPU die what is resident.", labels=["die"])
     restarts = CounterMetricFamily("rrd_worker_restarts", "Times the die's worker was started again.", labels=["die"])
+    crashes = CounterMetricFamily("rrd_worker_crashes", "Ends of the die's worker that nobody had asked for.",
+                                  labels=["die"])
     refusals = CounterMetricFamily("rrd_gate_refusals", "Times the gate did not grant the die.", labels=["die"])
     for d in dies:
         info.add_metric([d.name, d.lane, d.device, d.uuid, d.pci_bus_id, d.model], 1)
@@ -242,9 +245,10 @@ def _dies(dies: list[DieView]) -> Iterator[Metric]:
         fenced.add_metric([d.name], float(d.state == "fenced"))
         jobs.add_metric([d.name], len(d.jobs))
         restarts.add_metric([d.name], d.restarts)
+        crashes.add_metric([d.name], d.crashes)
         refusals.add_metric([d.name], d.refusals)
         if d.memory_bytes is not None:
             memory.add_metric([d.name], d.memory_bytes)
         if d.memory_used_bytes is not None:
             used.add_metric([d.name], d.memory_used_bytes)
-    yield from (info, up, available, fenced, jobs, memory, used, restarts, refusals)
+    yield from (info, up, available, fenced, jobs, memory, used, restarts, crashes, refusals)

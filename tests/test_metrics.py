@@ -153,11 +153,13 @@ def test_what_a_snapshot_says_is_what_is_scraped() -> None:
         "rrd_job_last_step_timestamp_seconds": 1.7e9 + 0.25, "rrd_job_last_checkpoint_timestamp_seconds": 1.7e9,
         "rrd_job_checkpoint_interval_seconds": 600, "rrd_job_checkpoint_interval_steps": 50,
         "rrd_job_last_checkpoint_step": 100, "rrd_job_eta_seconds": 2820, "rrd_job_crashes": 1,
+        "rrd_job_skipped_steps": 0,
         "rrd_checkpoint_bytes": 60 << 20, "rrd_checkpoint_commits_total": 4, "rrd_checkpoint_failures_total": 1,
         "rrd_checkpoint_fallbacks_total": 0,
     }.items():
         assert s.value(name, rrd_job="a") == value, name
-    for name, value in {"rrd_worker_up": 1, "rrd_worker_restarts_total": 2, "rrd_gate_refusals_total": 3,
+    for name, value in {"rrd_worker_up": 1, "rrd_worker_restarts_total": 2, "rrd_worker_crashes_total": 0,
+                        "rrd_gate_refusals_total": 3,
                         "rrd_die_memory_bytes": 12 << 30, "rrd_die_memory_used_bytes": 7 << 30,
                         "rrd_die_jobs": 1, "rrd_die_fenced": 0}.items():
         assert s.value(name, die="0") == value, name

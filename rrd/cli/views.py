@@ -158,7 +158,8 @@ def _facts(j: JobView, now: float) -> list[tuple[str, str]]:
         ("why", j.why), ("hint", j.hint), ("step", _progress(j)), ("loss", _losses(j)), ("speed", _speed(j)),
         ("checkpoint", _checkpoint(j, now)), ("saved", _saved(j)),
         ("crashes", f"{j.crashes} since the last new step" if j.crashes else ""),
-        ("method", j.method), ("model", j.model), ("output", j.output), ("file", j.file),
+        ("skipped", f"{count(j.skipped, 'step')} whose loss or gradient was no number" if j.skipped else ""),
+        ("memory", j.savings), ("method", j.method), ("model", j.model), ("output", j.output), ("file", j.file),
         ("weight", f"{j.weight:g}" if j.weight != 1 else ""),
         ("submitted", clock(j.submitted_at) if j.submitted_at else ""),
     ]

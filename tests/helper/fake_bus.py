@@ -43,7 +43,6 @@ class FakeDevice:
         self.fallen = self.gone = self.locked = False
         self.stuck: dict[int, int] = {}
         """Bits of a byte, by its place, that keep what they are."""
-        self.writes = 0
         self.reset()
 
     def reset(self) -> None:
@@ -74,14 +73,15 @@ class FakeDevice:
         return (1 << 8 * size) - 1 if self.fallen else self.get(at, size)
 
     def write(self, at: int, size: int, value: int) -> None:
-        self.bus.before_write()
+        self.bus.step()
         self._accessed(at, size)
-        self.writes += 1
+        self.bus.writes += 1
         was_on = self.on
         if not self.fallen:
             self._write(at, value.to_bytes(size, "little"))
         if self.on and not was_on:
             self.bus.turned_on(self)
+        self.bus.step()
 
     def _write(self, at: int, data: bytes) -> None:
         for n, byte in enumerate(data, at):
@@ -173,7 +173,8 @@ class FakeBus:
     turned_on: Callable[[FakeDevice], None] = _nothing
     on_access: Callable[[FakeDevice], None] = _nothing
     die_at: int = -1
-    """The helper's process is killed before its write of this number."""
+    """The helper's process is killed at this step: 2 n is just before its write n, 2 n + 1 just after."""
+    steps: int = 0
     writes: int = 0
     accesses: int = 0
 
@@ -201,10 +202,10 @@ class FakeBus:
             above = self.devices[above].parent
         return chain
 
-    def before_write(self) -> None:
-        if self.writes == self.die_at:
+    def step(self) -> None:
+        if self.steps == self.die_at:
             raise Killed
-        self.writes += 1
+        self.steps += 1
 
     def answers(self, address: int) -> list[str]:
         """Who takes a memory access of the processor at ``address``: more than one is a fight."""

@@ -209,8 +209,8 @@ def test_a_slow_bus_is_given_up_and_what_was_half_done_is_undone(tmp_path: Path)
 
 
 @boxes
-def test_put_back_after_a_kill_before_any_write(box: Box, tmp_path: Path) -> None:
-    """A start, a swap, another, and an end; killed before its n-th write, for every n there is."""
+def test_put_back_after_a_kill_before_and_after_any_write(box: Box, tmp_path: Path) -> None:
+    """A start, a swap, another, and an end; killed at every step there is."""
     n = 0
     while True:
         path = tmp_path / str(n)
@@ -220,17 +220,17 @@ def test_put_back_after_a_kill_before_any_write(box: Box, tmp_path: Path) -> Non
         bus.die_at = n
         if not _killed(lambda b=bus, d=names, p=path: _life(b, d, p)):
             break
-        bus.die_at, second = -1, n + bus.writes % 7
+        bus.die_at = -1
         if n % 3 == 0:  # and whoever puts it back is killed, too
-            bus.die_at, bus.writes = second % 5, 0
+            bus.die_at, bus.steps = n % 11, 0
             _killed(lambda b=bus, p=path: restore(Kept.load(str(p / "state.json")), b))
             bus.die_at = -1
         assert restore(Kept.load(str(path / "state.json")), bus)
-        assert bus.boot_states() == boot, f"killed before write {n}"
+        assert bus.boot_states() == boot, f"killed at step {n}"
         assert not (path / "state.json").exists()
         n += 1
     assert bus.boot_states() == boot
-    assert n > 60
+    assert n > 120
 
 
 def _life(bus: FakeBus, names: dict[str, str], path: Path) -> None:
@@ -299,7 +299,7 @@ def test_any_history(box: Box, seed: int, tmp_path: Path) -> None:
             slow = dice.random() * 0.1
             bus.on_access = lambda device, s=slow: now.__setitem__(0, now[0] + s)  # type: ignore[misc]
         elif what == "kill":
-            bus.die_at = bus.writes + dice.randrange(20)
+            bus.die_at = bus.steps + dice.randrange(40)
             _killed(lambda w=window, h=held, n=name: _swap(w, bus, names, h, n))
             bus.die_at, held = -1, None
             restore(Kept.load(str(tmp_path / "state.json")), bus)

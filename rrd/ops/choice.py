@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable
+from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -87,6 +89,32 @@ def why_not(op: str, device: torch.device) -> str:
         return ""
     die = launch.launcher(device)
     return launch.why_not(device) if die is None else _failed[op, die.device.index or 0]
+
+
+def make_ready(device: torch.device, cache_dir: Path, alive: Callable[[], None]) -> str:
+    """Have every kernel that the table wants for ``device``, built below ``cache_dir`` if need be.
+
+    Returns a sentence where torch computes what there is a kernel for. May take a minute, in which ``alive`` is called.
+    """
+    if device.type != "cuda":
+        return ""
+    launch.use(cache_dir, alive)
+    missing: dict[str, list[str]] = {}
+    for op in TABLE:
+        if why := why_not(op, device):
+            missing.setdefault(why, []).append(op)
+    return "; ".join(f"torch computes {', '.join(ops)}: {why}" for why, ops in missing.items())
+
+
+def identity(device: torch.device) -> dict[str, str]:
+    """What decides the bits beside torch: the ops that do not go by torch here, with the digests of their kernels."""
+    found = {}
+    for op in TABLE:
+        if (die := launcher(op, device)) is not None:
+            found[op] = die.digests[op]
+        elif wished(op, device) == "reference":
+            found[op] = "reference"
+    return found
 
 
 @functools.cache

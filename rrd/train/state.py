@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from rrd.errors import BadJob, Damaged
+from rrd.ops import choice
 from rrd.optim import AdamW
 
 TENSORS, STATE = "state.safetensors", "state.json"
@@ -128,6 +129,8 @@ def machine_facts(device: torch.device, threads: int) -> dict[str, Any]:
         "numerics": NUMERICS, "torch": torch.__version__, "threads": threads, "device": device.type,
         "tf32": bool(torch.backends.cuda.matmul.allow_tf32),
     }
+    if ops := choice.identity(device):
+        facts["ops"] = ops
     if device.type == "cuda":
         return {**facts, "model": torch.cuda.get_device_name(device), "cuda": torch.version.cuda,
                 "deterministic": torch.are_deterministic_algorithms_enabled()}

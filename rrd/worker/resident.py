@@ -23,6 +23,7 @@ from rrd.messages import Load
 from rrd.models import Base, dtypes, load_base
 from rrd.models.files import inspect
 from rrd.models.registry import lora_targets_of
+from rrd.ops import choice
 from rrd.safetensors_header import home_of
 from rrd.train import data, start
 from rrd.train.memory import Needs, estimate
@@ -145,6 +146,9 @@ def load(order: Load, *, device: str, threads: int, job_dir: Path, cache_dir: Pa
         if note := trainer.model.make_ready(cache_dir, _saved_identity(job_dir).get("kernels"),
                                             lambda: alive("building the kernels", 0.0)):
             notes.append(note)
+        if note := choice.make_ready(trainer.device, cache_dir, lambda: alive("building the kernels", 0.0)):
+            notes.append(note)
+            trainer.model.without_kernels = note
         staging = Staging(trainer.optimizer)
         state, fallbacks = _newest_valid(job_dir, trainer, staging, notes)
         if state is None and (fallbacks or order.expect_step):

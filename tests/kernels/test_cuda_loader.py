@@ -313,6 +313,24 @@ def test_a_die_without_a_compiler_uses_torch_and_says_why(cuda: None, monkeypatc
     assert launch.outlook(CUDA) == f"torch's operations: {launch.why_not(CUDA)}"
 
 
+@needs_gxx
+def test_what_a_job_is_told_and_its_checkpoints_remember(cuda: None, libcuda: Callable[[str], Any],
+                                                         compiler: FakeNvrtc, tmp_path: Path,
+                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here a die whose driver has the kernels of one op only."""
+    launch._dies[0] = die = FakeDie(libcuda("pack"), tmp_path)
+    said = choice.make_ready(CUDA, tmp_path, lambda: None)
+    for op in ("wkv7", "int8", "adamw", "xent"):
+        assert f"torch computes {op}: rrd_{op}" in said and "on Tesla Fake (sm_61)" in said
+    assert "torch computes pack" not in said
+    assert choice.identity(CUDA) == {"pack": die.digests["pack"]} and len(die.digests["pack"]) == 12
+    assert choice.make_ready(CPU, tmp_path, lambda: None) == "" and choice.identity(CPU) == {}
+    monkeypatch.setenv("RRD_OPS", "pack=torch,wkv7=reference")
+    choice._asked.cache_clear()
+    assert choice.identity(CUDA) == {"wkv7": "reference"}
+    choice._asked.cache_clear()
+
+
 def test_newer_dies_multiply_int8_by_torch(cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
     assert choice.wished("int8", CUDA) == "kernel"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -45,6 +46,8 @@ class Die:
         self.device, self.arch, self.name = device, arch, name
         self._driver, self._cache_dir, self._alive = driver, cache_dir, alive
         self._modules: dict[str, ctypes.c_void_p] = {}
+        self.digests: dict[str, str] = {}
+        """Of the cubins that are loaded, by op: what decides the bits that they give."""
         self._functions: dict[str, tuple[Kernel, ctypes.c_void_p]] = {}
 
     @property
@@ -59,6 +62,7 @@ class Die:
                                alive=self._alive)
             self._driver.enter(self._index)
             self._modules[op] = self._driver.load(data)
+            self.digests[op] = hashlib.sha256(data).hexdigest()[:12]
 
     def __call__(self, name: str, grid: tuple[int, ...], *args: object) -> None:
         if 0 in grid:

@@ -260,7 +260,7 @@ def test_the_gate_helper_grants_dies_to_the_service(service: Service) -> None:
         service.wait_step("gated", step + 10)
         assert service.property("Result", "rrd-gate.service") == "success"
     finally:
-        service.withdraw("gated")
+        service.systemctl("stop", "rrd")
         service.systemctl("disable", "--now", "rrd-gate.socket", "rrd-gate.service")
         machine.run("rm", "/etc/rrd/gate.toml")
 

@@ -8,11 +8,12 @@ import signal
 import subprocess
 import sys
 import time
+from array import array
 from pathlib import Path
 from typing import Any
 
 import pytest
-from toy_tokenizer import byte_level, plain_dir, save
+from toy_tokenizer import byte_level, metaspace, plain_dir, save
 
 from rrd.errors import BadJob
 from rrd.train import crew, portion
@@ -89,6 +90,14 @@ def test_portions_of_lines_are_what_the_whole_is(tmp_path: Path, monkeypatch: py
     whole = prepare(data, tok, seq_len=16, too_long="split", cache_dir=tmp_path / "b")
     assert content(parts) == content(whole)
     assert parts.digest == whole.digest
+
+
+def test_a_running_text_starts_once(tmp_path: Path) -> None:
+    tok = save(metaspace(), tmp_path / "model", bos_token="<s>", eos_token="</s>", add_bos_token=True)
+    done = prepare(text(tmp_path / "d.txt"), tok, seq_len=16, cache_dir=tmp_path / "c")
+    tokens = array("i")
+    tokens.frombytes((done.path / "tokens.bin").read_bytes())
+    assert tokens[0] == ~1 and tokens.count(~1) == 1
 
 
 KILLED = """

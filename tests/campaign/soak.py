@@ -274,8 +274,9 @@ class Soak:
         who = [("daemon", s.pid), *(("worker", d.worker_pid) for d in s.dies if d.worker_pid)]
         for kind, pid in who:
             with contextlib.suppress(OSError, StopIteration, ValueError):
-                lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-                kib = int(next(line for line in lines if line.startswith("Pss_Anon:")).split()[1])
+                lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+                # What is shared with the nursery counts in full, or a share would grow whenever another worker dies.
+                kib = int(next(line for line in lines if line.startswith("RssAnon:")).split()[1])
                 self.samples[kind, pid].append((time.monotonic(), kib / 1024, len(os.listdir(f"/proc/{pid}/fd"))))
 
     def _judge_memory(self) -> None:

@@ -12,10 +12,13 @@ import torch
 
 from rrd.errors import RrdError, TryLater
 from rrd.messages import Failed, LastWords
+from rrd.ops.cuda.launch import KernelFailed
 from rrd.text import one_line
 from rrd.train import loss
 from rrd.train.step import NotFinite
 
+_CARD_MEMORY = re.compile("CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|CUDA_ERROR_OUT_OF_MEMORY")
+"""As it is said where torch's allocator had no part in it."""
 _CPU_MEMORY = re.compile(r"DefaultCPUAllocator|can't allocate memory|not enough memory: you tried to allocate")
 _ASKED = re.compile(r"tried to allocate ([0-9.]+) ?(bytes|[KMGT]i?B)", re.IGNORECASE)
 _LEFT = re.compile(r"([0-9.]+) ?(bytes|[KMGT]i?B) (?:is )?free", re.IGNORECASE)
@@ -39,7 +42,7 @@ class Shortage(NamedTuple):
 def shortage_of(e: BaseException, device: torch.device) -> Shortage | None:
     """What ``e`` says of memory that could not be had; None if it is about something else."""
     said = str(e)
-    on_card = isinstance(e, torch.cuda.OutOfMemoryError)
+    on_card = isinstance(e, torch.cuda.OutOfMemoryError) or (_of_cuda(e) and _CARD_MEMORY.search(said))
     on_host = isinstance(e, MemoryError) or (isinstance(e, RuntimeError) and _CPU_MEMORY.search(said))
     if not on_card and not on_host:
         return None
@@ -75,8 +78,14 @@ def release(device: torch.device) -> None:
 def poisoned(e: BaseException) -> bool:
     """Whether a CUDA error has made this process's context useless: all of them do, but for want of memory and for
     want of a kernel."""
-    return (isinstance(e, RuntimeError) and not isinstance(e, torch.cuda.OutOfMemoryError)
-            and ("CUDA error" in str(e) or "CUDA driver error" in str(e)) and not _is(e, _NO_KERNELS))
+    return (_of_cuda(e) and not isinstance(e, torch.cuda.OutOfMemoryError) and not _CARD_MEMORY.search(str(e))
+            and not _is(e, _NO_KERNELS))
+
+
+def _of_cuda(e: BaseException) -> bool:
+    """Whether CUDA says it: through torch, or to a launch of ours, which may be the first to hear of an earlier error."""
+    return isinstance(e, KernelFailed) or (
+        isinstance(e, RuntimeError) and ("CUDA error" in str(e) or "CUDA driver error" in str(e)))
 
 
 def last_words(e: BaseException) -> LastWords:
@@ -100,7 +109,7 @@ def failure(job: str, e: Exception) -> Failed:
 
 def _is(e: BaseException, words: tuple[str, ...]) -> bool:
     said = str(e).lower()
-    return isinstance(e, RuntimeError) and any(w in said for w in words)
+    return isinstance(e, (RuntimeError, KernelFailed)) and any(w in said for w in words)
 
 
 def _first_line(e: BaseException) -> str:

@@ -8,11 +8,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from rrd.messages import Committed, Evict, Evicted, Message, Progress, Run, VisitDone
+from rrd.ops.cuda.launch import KernelFailed
 from rrd.worker.entry import Settings
-from rrd.worker.faults import poisoned
+from rrd.worker.faults import last_words, poisoned, shortage_of
 from rrd.worker.loop import Loop, card_facts
 from rrd.worker.resident import Saved
 
@@ -97,3 +99,18 @@ def test_a_poisoned_context_ends_the_worker_and_want_of_memory_does_not() -> Non
     assert not poisoned(torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"))
     assert not poisoned(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
     assert not poisoned(ValueError("CUDA error"))
+
+
+def test_what_the_driver_says_to_a_kernel_of_ours_is_judged_like_what_it_says_to_torch() -> None:
+    """A launch is often the first to hear of an error before it."""
+    lost = KernelFailed("rrd_xent_fold on Tesla K80 (sm_37), grid (9,), of 9x40: cuLaunchKernel: "
+                        "CUDA_ERROR_ECC_UNCORRECTABLE (uncorrectable ECC error encountered)")
+    assert poisoned(lost) and last_words(lost).die_failed
+    assert poisoned(KernelFailed("cuLaunchKernel: CUDA_ERROR_ILLEGAL_ADDRESS (an illegal memory access)"))
+
+
+@pytest.mark.parametrize("e", [
+    RuntimeError("CUDA error: out of memory"), KernelFailed("cuModuleLoadData: CUDA_ERROR_OUT_OF_MEMORY"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")])
+def test_want_of_memory_is_that_whoever_says_it(e: Exception) -> None:
+    assert not poisoned(e) and shortage_of(e, torch.device("cpu"))

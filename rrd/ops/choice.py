@@ -36,7 +36,6 @@ TABLE: dict[str, Row] = {
     "int8": Row("torch", "kernel", "torch"),  # tensor cores, and a BLAS that is made for these dies
     "adamw": Row("torch", "kernel", "kernel"),
     "xent": Row("torch", "kernel", "kernel"),
-    "pack": Row("torch", "kernel", "kernel"),
 }
 VOLTA = 70
 

@@ -1,7 +1,7 @@
 """AdamW (Loshchilov and Hutter, 2019) over one flat fp32 buffer.
 
 Parameters, gradients and both moments of a job stand in four 1-D tensors of one layout. A step is then a handful of
-calls however many tensors the job trains, a checkpoint is three copies, and neighbours in the layout (the adapters of
+calls however many tensors the job trains, a checkpoint is one copy, and neighbours in the layout (the adapters of
 q, k and v) can be multiplied as one matrix.
 """
 
@@ -84,7 +84,9 @@ class AdamW:
         self.whole = True
         """False while an update is being made, and for ever where one was cut short: the state is then of no use."""
         size, device = self.layout[-1].offset + self.layout[-1].numel, ordered[0][1].device
-        self.flat = {key: torch.zeros(size, device=device) for key in ("param", "exp_avg", "exp_avg_sq")}
+        self.state = torch.zeros(3 * size, device=device)
+        """All that a checkpoint keeps, in the order of its file: one copy takes it aside."""
+        self.flat = dict(zip(("param", "exp_avg", "exp_avg_sq"), torch.split(self.state, size), strict=True))
         self.grad = torch.zeros(size, device=device)
         self._params = [p for _, p in ordered]
         self._stored = self._take_over()

@@ -1,7 +1,7 @@
 """What a checkpoint holds of a job, and how it gets there and back without a second copy on the die.
 
 The trainable state is the optimizer's three flat fp32 buffers. ``Staging`` keeps one host buffer that *is* the file
-``state.safetensors``, header and all: saving is three copies into kept memory within the visit (no allocation, no
+``state.safetensors``, header and all: saving is one copy into kept memory within the visit (no allocation, no
 serialization), and the writer thread later writes that memory as it stands. Tensors are stored by name, so that a
 checkpoint outlives any change of their order.
 """
@@ -37,19 +37,17 @@ class Staging:
 
     def __init__(self, optimizer: AdamW) -> None:
         header = _header(optimizer)
-        sizes = [4 * optimizer.flat[kind].numel() for kind in KINDS]
-        self.buffer = torch.empty(len(header) + sum(sizes), dtype=torch.uint8,
-                                  pin_memory=optimizer.flat["param"].is_cuda)
+        assert tuple(optimizer.flat) == KINDS
+        self.buffer = torch.empty(len(header) + 4 * optimizer.state.numel(), dtype=torch.uint8,
+                                  pin_memory=optimizer.state.is_cuda)
         as_memory(self.buffer)[: len(header)] = header
-        flat = self.buffer[len(header) :].view(torch.float32)
-        self.parts = dict(zip(KINDS, torch.split(flat, [n // 4 for n in sizes]), strict=True))
+        self.tensors = self.buffer[len(header) :].view(torch.float32)
 
     def fill(self, optimizer: AdamW) -> None:
         """Copy the state aside; when this returns, the die is done with it."""
-        for kind, part in self.parts.items():
-            part.copy_(optimizer.flat[kind], non_blocking=True)
-        if optimizer.flat["param"].is_cuda:
-            torch.cuda.synchronize(optimizer.flat["param"].device)
+        self.tensors.copy_(optimizer.state, non_blocking=True)
+        if optimizer.state.is_cuda:
+            torch.cuda.synchronize(optimizer.state.device)
 
     def chunk(self) -> memoryview:
         """The whole file, without a copy."""

@@ -23,9 +23,12 @@ from rrd.messages import (
     Evict,
     Evicted,
     Failed,
+    GaveUp,
+    LastWords,
     Load,
     Loaded,
     Message,
+    OutOfMemory,
     Progress,
     Ready,
     Step,
@@ -238,6 +241,59 @@ def test_a_worker_that_talks_nonsense_is_killed_at_once(garbage: bytes, monkeypa
         end = await end_of(worker)
         assert end.startswith("the worker said what is no message: ") and end.endswith(" and was ended")
         assert await nursery.exits[0] == -signal.SIGKILL
+
+    run(scene())
+
+
+def test_its_last_words_are_part_of_its_end_and_may_blame_its_die() -> None:
+    async def scene() -> None:
+        for failed in (False, True):
+            worker = await started(HEAR, say(LastWords(message="CUDA error: gone", die_failed=failed)), ("exit", 1))
+            assert await end_of(worker) == "the worker exited with status 1: CUDA error: gone"
+            assert worker.die_failed is failed
+
+    run(scene())
+
+
+@pytest.mark.parametrize("excuse", [
+    GaveUp(job="a", resident=False), OutOfMemory(job="a", step=3, what="training", resident=True)], ids=repr)
+def test_an_excuse_answers_any_question(excuse: Message) -> None:
+    async def scene() -> None:
+        worker = await started(HEAR, say(excuse), HEAR)
+        assert await worker.ask(Evict(job="a"), Evicted, patience=long) == excuse
+        await worker.stop()
+
+    run(scene())
+
+
+def test_what_is_told_meanwhile_does_not_cut_into_an_order_on_its_way() -> None:
+    """The order fills the socket's buffer; the worker, stopped until then, must find two whole frames in it."""
+    async def scene() -> None:
+        worker = await started(say(READY), HEAR, HEAR, say(EVICTED), HEAR)
+        await worker.ask(None, Ready, patience=long)
+        os.kill(worker.pid or 0, signal.SIGSTOP)
+        spec = JobSpec(model="/m", data="/d", lora_targets=tuple(f"module_{i}" for i in range(40_000)))
+        sending = asyncio.ensure_future(worker.ask(Load(job="a", spec=spec), Evicted, patience=long))
+        await asyncio.sleep(0)
+        assert not sending.done()
+        worker.tell(Yield())
+        await asyncio.sleep(0)
+        os.kill(worker.pid or 0, signal.SIGCONT)
+        assert await sending == EVICTED  # it heard both, and nothing else
+        await worker.stop()
+
+    run(scene())
+
+
+def test_patience_that_has_changed_counts_from_the_nudge_on() -> None:
+    async def scene() -> None:
+        worker, patience = await started(HEAR, HANG), 1000.0
+        asking = asyncio.ensure_future(worker.ask(Evict(job="a"), Evicted, patience=lambda: patience))
+        await asyncio.sleep(0)
+        patience = 0.2
+        worker.nudge()
+        with pytest.raises(WorkerGone, match="reported nothing"):
+            await asking
 
     run(scene())
 

@@ -83,7 +83,7 @@ def poisoned(e: BaseException) -> bool:
 
 
 def _of_cuda(e: BaseException) -> bool:
-    """Whether CUDA says it: through torch, or to a launch of ours, which may be the first to hear of an earlier error."""
+    """Whether CUDA says it: through torch, or to a launch of ours, which may be the first to hear of an error."""
     return isinstance(e, KernelFailed) or (
         isinstance(e, RuntimeError) and ("CUDA error" in str(e) or "CUDA driver error" in str(e)))
 
@@ -102,7 +102,7 @@ def failure(job: str, e: Exception) -> Failed:
         return Failed(job=job, blame="disk", message=e.message, hint=e.hint)
     if isinstance(e, (NotFinite, RrdError)):
         return Failed(job=job, blame="job", message=e.message, hint=e.hint)
-    traceback.print_exc()  # ours, or the library's: the journal should have the whole of it
+    traceback.print_exception(e)  # ours, or the library's: the journal should have the whole of it
     return Failed(job=job, blame="worker", message=f"{type(e).__name__}: {_first_line(e)}",
                   hint="this is a bug of rrd or a library; the journal has the stack")
 

@@ -115,3 +115,18 @@ def test_progress_is_said_once_a_second_and_within_bounds(
     worker._socket.close()
     heard = daemon.hear()
     assert [m.share for m in heard if isinstance(m, Progress)] == [0.1, 0.4, 0.0, 1.0]
+
+
+def test_what_waits_is_as_urgent_as_the_most_urgent_of_it(ends: tuple[Channel, Daemon]) -> None:
+    worker, daemon = ends
+    assert worker.urgency() == -1
+    for order, urgency in ((Evict(job="a"), 0), (Yield(urgency=1), 1), (Yield(), 1), (Yield(urgency=2), 2)):
+        daemon.say(order)
+        assert worker.urgency() == urgency
+    assert worker.receive() == Evict(job="a")  # looking takes nothing away
+
+
+def test_the_end_is_urgent(ends: tuple[Channel, Daemon]) -> None:
+    worker, daemon = ends
+    daemon.say(Stop())
+    assert worker.urgency() == 1

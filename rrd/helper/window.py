@@ -90,10 +90,9 @@ class Window:
                 bridge.set_memory(False)
 
     def _open(self, die: str) -> None:
-        for name, other in self._devices.items():
+        for name in self.dies:
             with suppress(Fallen):  # who does not answer claims no address either
-                self._meet(name)
-                other.set_memory(False)
+                self._turn_off(name)
         device, known = self._devices[die], self._met(die)
         for address in self._own:
             if address not in known.above:
@@ -105,6 +104,16 @@ class Window:
         for address in known.above:
             self._pass_on(self._bridges[address])
         device.set_memory(True)
+
+    def _turn_off(self, name: str) -> None:
+        if name in self._known:
+            self._devices[name].set_memory(False)
+            return
+        try:
+            self._know(name)
+        except BadSetup:  # said at the start
+            if self._devices[name].address in self._kept.devices:  # else it is none of ours, and never touched
+                self._devices[name].set_memory(False)
 
     def _pass_on(self, bridge: Device) -> None:
         if self._switch_bridges:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from boxes_of_dies import BAR0, BAR1, BAR3, GIB, MIB, WINDOW, flat_box, k80_bars, tree_box, window_over
-from fake_bus import MASTER, MEMORY, FakeBus, FakeDevice, Killed
+from fake_bus import MASTER, MEMORY, FakeBar, FakeBus, FakeDevice, Killed
 
 from rrd.helper.base import BadSetup, Refusal
 from rrd.helper.kept import Kept
@@ -142,6 +142,24 @@ def test_another_device_in_its_place_is_not_opened(tmp_path: Path) -> None:
     bus.devices[names["1"]]._put(0, 4, 0x1234_8086)
     with pytest.raises(Refusal, match="another device now: 8086:1234, it was 10de:102d"):
         window.open("1")
+
+
+def test_a_die_that_does_not_fit_the_window_stays_off_and_the_others_go_on(tmp_path: Path) -> None:
+    bus, names = flat_box()
+    del bus.devices[names["2"]]
+    bars = [FakeBar(0, 16 * MIB), FakeBar(1, 1024 * GIB, wide=True), FakeBar(3, 32 * MIB, wide=True)]
+    larger = bus.die(names["2"], bars)
+    larger.place(0, 0, 0, on=True)
+    window = window_over(bus, names, tmp_path)
+    window.start()
+    bus.turned_on = never_two(bus, names)
+    for die in ("0", "5"):
+        larger._put(0x04, 2, MEMORY)  # a driver has woken it
+        window.open(die)
+        assert not larger.on
+        window.close(die)
+    with pytest.raises(Refusal, match="is not a multiple of the 0x10000000000 bytes that die 2"):
+        window.open("2")
 
 
 @pytest.mark.parametrize(("byte", "bits", "says"), [

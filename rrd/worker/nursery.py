@@ -19,6 +19,7 @@ import signal
 import socket
 import sys
 import traceback
+import warnings
 
 PACKET = 1 << 16
 
@@ -26,6 +27,7 @@ PACKET = 1 << 16
 def main() -> None:
     """``python -m rrd.worker.nursery FD``."""
     control = socket.socket(fileno=int(sys.argv[1]))
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # torch misses it; we do not
     import rrd.worker.loop  # brings torch, once, for all workers to come
 
     assert rrd.worker.loop is not None

@@ -6,8 +6,10 @@ inputs lead and so finds its way in.
 
 from __future__ import annotations
 
+import atexit
 import os
 import resource
+import shutil
 import tempfile
 import time
 from collections.abc import Callable
@@ -26,6 +28,8 @@ SECONDS, MEGABYTES = 1.0, 200
 """No input may take longer, of a processor, or more memory than that; data may be long, and has as much for each MB."""
 
 _dir = Path(tempfile.mkdtemp(prefix="rrd-fuzz-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None))
+
+atexit.register(shutil.rmtree, _dir, ignore_errors=True)
 
 
 def _file(name: str, data: bytes) -> Path:

@@ -8,9 +8,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
@@ -114,6 +115,20 @@ def identity(device: torch.device) -> dict[str, str]:
         elif wished(op, device) == "reference":
             found[op] = "reference"
     return found
+
+
+@contextlib.contextmanager
+def overruled(op: str, by: Choice) -> Iterator[None]:
+    """Have ``op`` go ``by`` this for a while, whatever the table says: for comparisons."""
+    asked = _asked()
+    before = asked.get(op)
+    asked[op] = by
+    try:
+        yield
+    finally:
+        asked.pop(op)
+        if before is not None:
+            asked[op] = before
 
 
 @functools.cache

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 
 from rrd.models.int8 import quantize
 from rrd.models.layers import Linear, Lora
-from rrd.ops import native
+from rrd.ops import choice, native
 from rrd.ops.attention import attention
+from rrd.ops.cuda import int8
 from rrd.ops.grad import backward
 from rrd.ops.linear import Group
 from rrd.ops.norm import rms_norm
@@ -133,7 +134,16 @@ def _int8(device: torch.device, s: Sizes) -> Iterator[Case]:
     m = _frozen(Linear(s.channels, s.inner))
     q, scale = quantize(m.weight.detach())
     m.weight, m.scale = nn.Parameter(q, requires_grad=False), nn.Parameter(scale, requires_grad=False)
-    yield from _product("int8 linear", "torch", m, s)
+    by = choice.choose("int8", device)
+    yield from _product("int8 linear", by, m, s)
+    if by == "kernel":
+        with choice.overruled("int8", "torch"):  # as long as its cases are run
+            yield from _product("int8 linear", "torch", m, s)
+    if (die := choice.launcher("int8", device)) is not None and die.dp4a:
+        x, y = torch.randn(s.tokens, s.channels), torch.empty(s.tokens, s.inner)
+        yield Case("int8 linear, dp4a", f"{s.tokens} x {s.channels} x {s.inner}", by,
+                   lambda: int8.y_dp4a(die, x, q, scale, y), 4.0 * (x.numel() + y.numel()) + q.numel(),
+                   2.0 * s.tokens * q.numel())
 
 
 def _product(op: str, by: str, m: Linear, s: Sizes) -> Iterator[Case]:
@@ -187,7 +197,7 @@ def _wkv7(device: torch.device, s: Sizes) -> Iterator[Case]:
     y, _ = wkv7(*xs)
     dy, shape = torch.randn_like(y), f"{s.tokens} x {heads} x {HEAD}"
     work, move = 9.0 * s.tokens * s.channels * HEAD, 4.0 * s.tokens * 7 * s.channels
-    by = "compiled" if device.type == "cpu" and native.kernels() else "torch"
+    by = "compiled" if device.type == "cpu" and native.kernels() else choice.choose("wkv7", device)
     with torch.no_grad():
         yield Case("wkv7", shape, by, lambda: wkv7(*xs), move, work)
     yield Case("wkv7 backward", shape, by, lambda: torch.autograd.grad(y, xs, dy, retain_graph=True), 2 * move,
@@ -208,7 +218,7 @@ def _swiglu(device: torch.device, s: Sizes) -> Iterator[Case]:
 def _loss(device: torch.device, s: Sizes) -> Iterator[Case]:
     hidden, head = torch.randn(s.tokens, s.channels), 0.02 * torch.randn(s.words, s.channels)
     targets = torch.randint(s.words, (s.tokens,))
-    yield Case("cross-entropy, both ways", f"{s.tokens} x {s.channels} x {s.words}", "torch",
+    yield Case("cross-entropy, both ways", f"{s.tokens} x {s.channels} x {s.words}", choice.choose("xent", device),
                lambda: loss_and_grad(hidden, head, targets, scale=1.0), 8.0 * (head.numel() + hidden.numel()),
                4.0 * s.tokens * s.channels * s.words)
 
@@ -216,6 +226,10 @@ def _loss(device: torch.device, s: Sizes) -> Iterator[Case]:
 def _adamw(device: torch.device, s: Sizes) -> Iterator[Case]:
     optimizer = _optimizer(s)
     optimizer.gather()
+    by, loss = choice.choose("adamw", device), torch.zeros(())
+    if by == "kernel":  # which clips by a norm that only the die knows: one pass more
+        yield Case("AdamW and its norm", f"{s.trained} parameters", by, lambda: optimizer.update(1e-6, 1.0, [loss]),
+                   32.0 * s.trained, 17.0 * s.trained)
     yield Case("AdamW", f"{s.trained} parameters", "torch", lambda: optimizer.step(1e-6), 28.0 * s.trained,
                15.0 * s.trained)
 

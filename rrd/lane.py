@@ -346,7 +346,7 @@ class Lane:
         views = []
         for die in self.dies.values():
             computing = self.computing[0].id if self.computing and self.computing[1] is die else None
-            retry_at = self.rotation.retry_at(die.name)
+            retry_at = die.probe_at if die.fenced else self.rotation.retry_at(die.name)
             wall = None if retry_at is None else self.wall() + retry_at - self.monotonic()
             views.append(die.view(computing=computing, retry_at=wall))
         return views

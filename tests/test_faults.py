@@ -164,7 +164,7 @@ def test_a_die_of_no_use_is_fenced_at_once_and_nobody_is_blamed(tmp_path: Path) 
         await w.until(lambda: w.journal.of(Kind.DIE_FENCED))
         assert all(w.job(n).record.crashes == 0 for n in "abc")
         view = w.scheduler.lanes["0"].die_views()[int(die)]
-        assert view.state == "fenced" and "no kernels" in view.why and view.crashes == 1 
+        assert view.state == "fenced" and "no kernels" in view.why and view.crashes == 1
         assert view.retry_at == pytest.approx(1.7e9 + now() + FENCE_FIRST, abs=1)
         await w.until_done(*"abc")
         assert w.journal.of(Kind.FAILED) == []

@@ -188,7 +188,7 @@ class Evaluation:
     number. The trainable state must not change meanwhile."""
 
     def __init__(self, trainer: Trainer, held_out: Dataset) -> None:
-        self.trainer, self.held_out = trainer, held_out
+        self.trainer, self.held_out, self.step = trainer, held_out, trainer.step
         self.at, self.total, self.labels = 0, 0.0, 0
 
     def go_on(self, rungs: Sequence[Rung], enough: Callable[[float], bool]) -> float | None:

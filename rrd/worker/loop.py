@@ -220,7 +220,7 @@ class Loop:
             alive("evaluating", share)
             return self._enough(order, visit)
 
-        if r.evaluation is None:
+        if r.evaluation is None or r.evaluation.step != t.step:  # one of another step began before eval_every changed
             r.evaluation = t.evaluation()
         loss = r.evaluation.go_on(order.rungs, enough)
         if loss is None:

@@ -15,7 +15,7 @@ from rrd.messages import Committed, Evict, Evicted, Message, Progress, Run, Visi
 from rrd.ops.cuda.launch import KernelFailed
 from rrd.worker.entry import Settings
 from rrd.worker.faults import last_words, poisoned, shortage_of
-from rrd.worker.loop import Loop, card_facts
+from rrd.worker.loop import Loop, _Visit, card_facts
 from rrd.worker.resident import Saved
 
 
@@ -70,6 +70,23 @@ def test_nothing_is_copied_when_the_step_is_saved_already_or_a_write_is_under_wa
         loop.residents["a"] = resident
         loop._obey(Run(job="a", steps=1, total=7, checkpoint=True))
     assert [r.copied for r in channel.reports if isinstance(r, VisitDone)] == [False, False]
+
+
+def test_an_evaluation_that_had_begun_is_not_gone_on_with_at_another_step(tmp_path: Path) -> None:
+    """``eval_every`` is live: what was due when it began may not be any more, and training goes on."""
+    loop = Loop(Channel(), Settings("0", "cpu", 1, tmp_path, tmp_path))  # type: ignore[arg-type]
+    r = a_resident(step=10)
+    r.evaluation, r.trainer.evaluated, begun = None, -1, []
+
+    def evaluation() -> Any:
+        begun.append(r.trainer.step)
+        return SimpleNamespace(step=r.trainer.step, go_on=lambda rungs, enough: None)  # it is always interrupted
+
+    r.trainer.evaluation = evaluation
+    for r.trainer.step in (10, 10, 11, 12, 12):
+        order = Run(job="a", steps=1, total=100, eval_every=4 if r.trainer.step == 12 else 10)
+        loop._evaluated(r, order, _Visit(0.0))
+    assert begun == [10, 12]
 
 
 def test_forgetting_a_job_whose_checkpoint_is_being_written_is_no_silence(tmp_path: Path) -> None:

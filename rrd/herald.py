@@ -34,6 +34,8 @@ FIRST_RETRY, LONGEST_RETRY = 10.0, 3600.0
 """Seconds until a receiver that failed is asked again, at first and at most."""
 LOOK_SECONDS = 1.0
 POLL_SECONDS = 0.05
+KILLED_WITHIN = 5.0
+"""Seconds that a killed program has to be gone; one that hangs in the kernel is not waited for longer."""
 _HAS = {JobState.DONE: "is done", JobState.FAILED: "has failed"}
 
 
@@ -156,12 +158,20 @@ async def _watched(process: subprocess.Popen[bytes]) -> str:
             if process.poll() is None:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+                await _gone(process)
         heard = _newest(stderr, heard)
     if status is None:
         return f"it had not ended after {duration(TELL_SECONDS)}"
     last = one_line(heard.decode(errors="replace").strip().rpartition("\n")[2], 300)
     return "" if status == 0 else last or f"it ended with status {status}"
+
+
+async def _gone(process: subprocess.Popen[bytes]) -> None:
+    """Wait for the end of what was killed, without blocking the loop: that end may never come."""
+    for _ in range(round(KILLED_WITHIN / POLL_SECONDS)):
+        if process.poll() is not None:
+            return
+        await asyncio.sleep(POLL_SECONDS)
 
 
 def _newest(stderr: IO[bytes], heard: bytes) -> bytes:

@@ -145,6 +145,18 @@ def test_a_receiver_that_hangs_is_killed_with_all_it_started(tmp_path: Path, mon
     assert gone(int((tmp_path / "pid").read_text()))
 
 
+def test_one_that_cannot_even_be_killed_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(herald, "TELL_SECONDS", 0.2)
+    monkeypatch.setattr(herald, "KILLED_WITHIN", 0.2)
+    with monkeypatch.context() as deaf:
+        deaf.setattr(os, "killpg", lambda *_: None)
+        begin = time.monotonic()
+        trouble = told(("/bin/sh", "-c", f"echo $$ > {tmp_path}/pid; exec sleep 60"))
+        assert trouble == "/bin/sh: it had not ended after 200 ms"
+        assert time.monotonic() - begin < 20
+    os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+
+
 def test_what_a_program_leaves_in_the_background_neither_counts_nor_ends(tmp_path: Path) -> None:
     """It keeps the standard error, on which nobody may wait then."""
     begin = time.monotonic()

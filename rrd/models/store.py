@@ -3,15 +3,17 @@
 Six CPU dies that train on one model would hold it six times. Instead the first to need it writes the weights, in the
 dtype they are stored in and 64-byte aligned, under the cache directory, and everybody maps that file: the page cache
 holds it once, and each checks it against its digest before. The cache may be deleted at any time; a mapped file lives
-on until its last process ends.
+on until its last process ends. Whoever writes an entry removes those that nobody has asked for in ``UNUSED_SECONDS``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import mmap
 import os
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,6 +28,7 @@ from rrd.models.int8 import Int8Stream
 from rrd.models.layout import Layout
 
 FORMAT = 1
+UNUSED_SECONDS = 30 * 24 * 3600.0
 _WEIGHTS, _META = "weights", "meta.json"
 _PIECE = 1 << 22
 
@@ -42,11 +45,24 @@ def shared(layout: Layout, store_dir: Path, progress: Progress | None) -> tuple[
         raise durable.trouble(e, store_dir) from e
     alive = (lambda: progress(0, 1)) if progress else (lambda: None)  # waiting for who writes it now is no hang
     place = store_dir / _stamp(layout)
-    digest = _digest(place, layout.size, alive)
-    if digest is None:
-        with durable.lock_when_free(store_dir / f"{place.name}.lock", what="the store's entry", alive=alive):
-            digest = _digest(place, layout.size, alive) or _write(place, layout, progress)
-    return dict(layout.views(_map(place / _WEIGHTS, layout.size))), digest
+    while True:
+        with contextlib.suppress(OSError):
+            os.utime(place / _META)  # it is in use
+        digest = _digest(place, layout.size, alive)
+        if digest is None:
+            with durable.lock_when_free(store_dir / f"{place.name}.lock", what="the store's entry", alive=alive):
+                digest = _digest(place, layout.size, alive) or _write(place, layout, progress)
+            _collect(store_dir)
+        with contextlib.suppress(FileNotFoundError):  # another process took it for unused a moment ago: again
+            return dict(layout.views(_map(place / _WEIGHTS, layout.size))), digest
+
+
+def _collect(store_dir: Path) -> None:
+    """Remove what nobody has used for long. Processes that have it mapped keep it; who wants it later writes it anew."""
+    for meta in store_dir.glob(f"*/{_META}"):
+        with contextlib.suppress(OSError):
+            if time.time() - meta.stat().st_mtime > UNUSED_SECONDS:
+                durable.discard_dir(meta.parent)
 
 
 def _stamp(layout: Layout) -> str:

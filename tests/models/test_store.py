@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from toys import make_model
 
 from rrd.models import build, load_base
+from rrd.models.store import UNUSED_SECONDS
 
 
 def weights(store: Path) -> list[Path]:
@@ -91,3 +95,42 @@ def test_a_mapped_model_outlives_its_file(tmp_path: Path) -> None:
         before = model(idx)
         shutil.rmtree(store)
         assert torch.equal(model(idx), before)
+
+
+def test_what_nobody_asked_for_in_a_month_is_removed_when_another_is_written(tmp_path: Path) -> None:
+    store, paths = tmp_path / "store", [make_model(tmp_path / str(i), seed=i) for i in range(3)]
+    model, _ = build(load_base(paths[0], store_dir=store)), load_base(paths[1], store_dir=store)
+    for meta in store.glob("*/meta.json"):
+        os.utime(meta, times=(0, time.time() - UNUSED_SECONDS - 60))
+    used = load_base(paths[1], store_dir=store)
+    assert len(weights(store)) == 2  # nothing is written, nothing is removed
+    load_base(paths[2], store_dir=store)
+    assert len(weights(store)) == 2
+    written = weights(store)
+    assert load_base(paths[1], store_dir=store).digest == used.digest
+    assert weights(store) == written  # the one in use was kept
+    with torch.no_grad():
+        again = build(load_base(paths[0], store_dir=store))
+        assert torch.equal(model(torch.arange(8)[None]), again(torch.arange(8)[None]))  # mapped: it lived on
+    assert len(weights(store)) == 3
+
+
+def test_an_entry_that_goes_away_while_it_is_asked_for_is_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rrd.models import store as module
+
+    path, place = make_model(tmp_path / "m"), tmp_path / "store"
+    load_base(path, store_dir=place)
+    digest, calls = module._digest, list[object]()
+
+    def slow(entry: Path, *args: Any) -> str | None:
+        calls.append(found := digest(entry, *args))
+        if len(calls) == 1:
+            shutil.rmtree(entry)
+        return found
+
+    monkeypatch.setattr(module, "_digest", slow)
+    base = load_base(path, store_dir=place)
+    assert torch.equal(base.tensors["model.norm.weight"], torch.ones(32))
+    assert len(weights(place)) == 1

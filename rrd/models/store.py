@@ -58,7 +58,7 @@ def shared(layout: Layout, store_dir: Path, progress: Progress | None) -> tuple[
 
 
 def _collect(store_dir: Path) -> None:
-    """Remove what nobody has used for long. Processes that have it mapped keep it; who wants it later writes it anew."""
+    """Remove what nobody has used for long. Processes that have it mapped keep it; the next one writes it anew."""
     for meta in store_dir.glob(f"*/{_META}"):
         with contextlib.suppress(OSError):
             if time.time() - meta.stat().st_mtime > UNUSED_SECONDS:

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 from rrd.gate import SocketGate
@@ -181,28 +182,40 @@ async def kill_in_a_swap(pid: int, group: Group, dice: random.Random) -> None:
     await gate.close()
 
 
-def play(counts: dict[str, int], kills: int) -> None:
-    dice = random.Random(0)
+def wire(check: Callable[[], subprocess.CompletedProcess[str]]) -> tuple[list[Group], dict[str, str]]:
+    """Share the windows, write gate.toml, and see that ``check`` is content and only looks. The boot state, too."""
     dies = groups()
-    report(dies=dies)
-    if "boards" in dies:
-        share_windows([Path(os.path.realpath(DEVICES / a)).parts[-2] for a in dies["boards"]])
+    share_windows([Path(os.path.realpath(DEVICES / a)).parts[-2] for a in dies["boards"]])
     Path("/etc/rrd/gate.toml").write_text(configuration(dies))
     boot = boot_state()
-    checked = rrd_gate("--check")
-    report(check=checked.stdout.splitlines(), status=checked.returncode, complaints=checked.stderr.splitlines())
-    assert checked.returncode == 0
+    checked = check()
+    report(dies=dies, check=checked.stdout.splitlines(), status=checked.returncode)
+    assert (checked.returncode, checked.stderr) == (0, "")
     assert boot_state() == boot, "--check only looks"
     number, worlds = 0, []
     for name, addresses in dies.items():
         worlds.append(Group(name, number, addresses))
         number += len(addresses)
-    pid = start_gate()
+    return worlds, boot
+
+
+def swap_all(worlds: list[Group], counts: dict[str, int], dice: random.Random, pid: Callable[[], int]) -> None:
     for group in worlds:
-        count = counts[group.name]
-        asyncio.run(swaps(group, 1, dice))  # the first waits for the helper's start
-        spent = asyncio.run(swaps(group, count, dice))
-        report(group=group.name, swaps=count, ms_a_swap=1000 * spent / count, capabilities=capabilities(pid))
+        asyncio.run(swaps(group, 1, dice))  # the first may wait for the helper's start
+        spent, count = asyncio.run(swaps(group, counts[group.name], dice)), counts[group.name]
+        report(group=group.name, swaps=count, ms_a_swap=1000 * spent / count, capabilities=capabilities(pid()))
+
+
+def report_memory(worlds: list[Group]) -> None:
+    report(memory=[_digest(group.shadow[die]) for group in worlds for die in group.dies])
+
+
+def play(counts: dict[str, int], kills: int) -> None:
+    """The helper started by hand, killed again and again."""
+    dice = random.Random(0)
+    worlds, boot = wire(lambda: rrd_gate("--check"))
+    pid = start_gate()
+    swap_all(worlds, counts, dice, lambda: pid)
     for _ in range(kills):
         asyncio.run(kill_in_a_swap(pid, dice.choice(worlds), dice))
         os.waitpid(pid, 0)
@@ -215,8 +228,7 @@ def play(counts: dict[str, int], kills: int) -> None:
     os.kill(pid, signal.SIGTERM)
     assert os.waitpid(pid, 0)[1] == 0
     assert boot_state() == boot, "not as it was, in the end"
-    report(kills=kills, memory=[[group.name, die, _digest(group.shadow[die])]
-                                for group in worlds for die in group.dies])
+    report_memory(worlds)
 
 
 def _digest(data: bytes) -> str:
@@ -239,28 +251,31 @@ def unit_is(state: str) -> None:
     raise AssertionError(f"rrd-gate.service is {now}: {systemctl('status', 'rrd-gate.service')}")
 
 
-def play_under_systemd() -> None:
+def play_under_systemd(counts: dict[str, int]) -> None:
     """The units as they are installed: the first question starts the helper; a crash is put back, and so is the end."""
-    dice, dies = random.Random(0), {"flat": groups()["flat"]}
+    dice = random.Random(0)
     report(unconfigured=systemctl("start", "rrd-gate.socket"), socket=os.path.exists(SOCKET))
-    Path("/etc/rrd/gate.toml").write_text(configuration(dies))
-    boot = boot_state()
+    worlds, boot = wire(lambda: subprocess.run(["/usr/lib/rrd/venv/bin/rrd-gate", "--check"], capture_output=True,
+                                               text=True, check=False))
     started, seen = systemctl("start", "rrd-gate.socket"), os.stat(SOCKET)
     report(start=started, mode=oct(seen.st_mode & 0o777), group=seen.st_gid)
-    group = Group("flat", 0, dies["flat"])
-    asyncio.run(swaps(group, 20, dice))
-    pid = int(systemctl("show", "--property=MainPID", "--value", "rrd-gate.service"))
-    report(running=systemctl("is-active", "rrd-gate.service"), capabilities=capabilities(pid))
-    asyncio.run(kill_in_a_swap(pid, group, dice))
-    for _ in range(600):
+    swap_all(worlds, counts, dice, main_pid)
+    asyncio.run(kill_in_a_swap(main_pid(), worlds[1], dice))
+    for _ in range(600):  # ExecStopPost=
         if boot_state() == boot and not os.path.exists("/run/rrd-gate/state.json"):
             break
         time.sleep(0.05)
     report(put_back=boot_state() == boot)
     unit_is("active")  # Restart=on-failure
-    asyncio.run(swaps(group, 20, dice))
+    for group in worlds:
+        asyncio.run(swaps(group, 5, dice))
     report(stop=systemctl("stop", "rrd-gate.socket", "rrd-gate.service"), boot=boot_state() == boot,
            result=systemctl("show", "--property=Result", "--value", "rrd-gate.service"), socket=os.path.exists(SOCKET))
+    report_memory(worlds)
+
+
+def main_pid() -> int:
+    return int(systemctl("show", "--property=MainPID", "--value", "rrd-gate.service"))
 
 
 def main() -> None:
@@ -272,7 +287,7 @@ def main() -> None:
     numbers = {k.removeprefix("rrd."): int(v) for k, _, v in (w.partition("=") for w in words) if k.startswith("rrd.")}
     try:
         if under_systemd:
-            play_under_systemd()
+            play_under_systemd(numbers)
         else:
             play(numbers, numbers["kills"])
         report(end="well")

@@ -79,7 +79,8 @@ def why_no_systemd() -> str:
 def _put_systemd(archive: _Archive) -> None:
     """systemd with its targets, its journal, and the units of rrd-gate as they are installed: run by an interpreter
     that ProtectHome= does not hide."""
-    python, files = _needed(PYTHON, ["rrd.helper.main", "tempfile", "subprocess", "difflib", "encodings.ascii"])
+    modules = ["rrd.helper.main", "rrd.helper.check", "tempfile", "subprocess", "encodings.ascii"]
+    python, files = _needed(PYTHON, modules)
     programs = [Path("/lib/systemd") / name for name in ("systemd", "systemd-journald", "systemd-shutdown")]
     programs.append(Path("/usr/bin/systemctl"))
     for file in (f for f in files if not f.is_relative_to(ROOT)):

@@ -139,9 +139,14 @@ class Lane:
                 await worker.stop()
                 raise WorkerGone(getattr(answer, "message", "it gave no answer"))
         except (TryLater, WorkerGone) as e:
-            die.worker = None
-            die.put_off_probe(self.monotonic())
-            self.host.still_fenced(die, e.message)
+            if die.fenced:
+                die.worker = None
+                die.put_off_probe(self.monotonic())
+                self.host.still_fenced(die, e.message)
+            elif isinstance(e, TryLater):  # the user has put it back meanwhile: a die like any other
+                self._refused(die, e.message)
+            else:
+                self._crashed(None, die, e.message)
 
     async def _sleep(self, now: float) -> None:
         errands = (self._due(self.jobs[j]) for j in self._errands)

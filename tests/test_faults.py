@@ -219,6 +219,23 @@ def test_the_user_can_put_it_back_before(tmp_path: Path) -> None:
     story(tmp_path, tell, 1)
 
 
+def test_put_back_while_it_is_probed_it_stays_in_use_whatever_the_probe_says(tmp_path: Path) -> None:
+    async def tell(w: World) -> None:
+        die = w.scheduler.lanes["0"].dies["0"]
+        w.workers.at("", "probe", HANG)
+        w.workers.at("a", "step 17", NO_KERNELS)
+        w.drop("a", max_steps=10_000)
+        await w.until(lambda: die.fenced)
+        await w.until(lambda: die.alive, 2 * FENCE_FIRST)  # to be probed
+        w.verbs.unfence("0")
+        await w.until_step("a", 20)
+        await w.seconds(3 * FENCE_FIRST)
+        assert not die.fenced and die.probe_at is None and len(w.journal.of(Kind.DIE_FENCED)) == 1
+        await w.until_done("a")
+
+    story(tmp_path, tell, 1)
+
+
 def test_a_job_moves_only_to_a_die_of_its_kind_or_waits(tmp_path: Path) -> None:
     lanes = ({"dies": ["cpu"], "threads": 1}, {"dies": ["cpu"], "threads": 2}, {"dies": ["cpu"], "threads": 1})
 

@@ -133,7 +133,7 @@ def _read(path: Path, job: str) -> Record:
         if isinstance(body, dict) and isinstance(body.get("format"), int) and body["format"] > FORMAT:
             raise Damaged(f"{path} is of format {body['format']}, and this rrd knows {FORMAT}")
         if isinstance(body, dict) and (digest := body.pop("self", None)) not in (None, _digest(body)):
-            raise ValueError(f"its digest is not {one_line(digest, 70)!r}")
+            raise ValueError(f"its digest is not {one_line(str(digest), 70)!r}")
         record = Record.model_validate(body)
     except (ValueError, RecursionError) as e:
         reason = e.errors()[0]["msg"] if isinstance(e, ValidationError) else str(e)

@@ -77,6 +77,7 @@ WHOLE = full_record("b").model_dump_json(indent=1).encode()
     (b"", "is damaged"),
     (WHOLE[: len(WHOLE) // 2], "is damaged"),
     (b"{}", "is damaged: Field required"),
+    (b'{"self": 5}', "is damaged: its digest is not '5'"),
     (b"[]", "is damaged"),
     (b"null", "is damaged"),
     (b"\xff\xfe\0", "is damaged"),
@@ -86,8 +87,8 @@ WHOLE = full_record("b").model_dump_json(indent=1).encode()
     (WHOLE.replace(b'"id": "b"', b'"id": "\\u202e\\n%s"' % (b"x" * 999)), "is of another job"),
     (WHOLE.replace(b'"format": 1', b'"format": 2'), "is of format 2, and this rrd knows 1"),
     (b'{"format": 99, "entirely": "different"}', "is of format 99, and this rrd knows 1"),
-], ids=["NULs", "empty", "half", "no fields", "list", "null", "no text", "deep", "state", "other", "odd", "next",
-        "far"])
+], ids=["NULs", "empty", "half", "no fields", "odd digest", "list", "null", "no text", "deep", "state", "other", "odd",
+        "next", "far"])
 def test_a_bad_record_costs_one_sentence(ledger: Ledger, data: bytes, said: str) -> None:
     for job in ("a", "b", "c"):
         ledger.save(Record(id=job))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import shutil
 import subprocess
 import sys
@@ -65,6 +66,16 @@ def test_the_name_is_of_the_bits_and_not_of_the_build(tmp_path: Path) -> None:
     other = built_with(("-ffp-contract=off",), tmp_path / "unfused")
     if "fma" in native._processor()[1]:
         assert other.name != usual.name
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names x86's instruction sets")
+@needs_compiler
+@pytest.mark.parametrize(("flags", "lanes"), [(("-mno-avx512f",), 8), (("-march=x86-64",), 4)], ids=["AVX2", "SSE2"])
+def test_processors_with_narrower_vectors_compute_the_same(flags: tuple[str, ...], lanes: int, tmp_path: Path) -> None:
+    narrow = built_with(flags, tmp_path / "x")
+    assert narrow.lanes == lanes
+    native._checked(tmp_path / "x" / "x.so")
 
 
 def refused(cache: Path) -> str:

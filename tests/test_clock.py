@@ -74,6 +74,7 @@ ON_THE_WALL = {
     "daemon.py": "when it started, and when a snapshot was taken: shown", "journal.py": "when it happened: shown",
     "spool.py": "how old a file is that cannot be read yet; it waits for it a few seconds, whatever the clock says",
     "checkpoint.py": "when it was written: shown", "herald.py": "when a job ended", "snapshot.py": "shown",
+    "store.py": "which copies nobody has used for a month: a clock that is wrong costs a copy, which is made anew",
     "scheduler.py": "handed in, for what is shown", "lane.py": "handed in, for what is shown",
     "preparer.py": "handed in, for what is shown", "faults.py": "handed in, for what is shown",
 }

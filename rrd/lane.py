@@ -100,7 +100,6 @@ class Lane:
 
     async def run(self) -> None:
         """Visits, one after another, until ``stopping``."""
-        await self._look_at_cards()
         while not self.stopping:
             self._wake.clear()
             start = self.monotonic()
@@ -108,6 +107,8 @@ class Lane:
                 self._crashed(die.only_writer, die, die.worker.end if die.worker else "")
             elif die := next((d for d in self.dies.values() if d.probe_at is not None and d.probe_at <= start), None):
                 await self._probe(die)
+            elif die := next((d for d in self._unknown() if self._look_at(d) <= start), None):
+                await self._look(die)
             elif job := next((j for j in map(self.jobs.get, self._errands) if j and self._due(j) <= start), None):
                 await self._errand(job)
             elif turn := self.rotation.next(start):
@@ -116,16 +117,24 @@ class Lane:
             else:
                 await self._sleep(start)
 
-    async def _look_at_cards(self) -> None:
-        """Have each card say what it is: jobs may wish for one by UUID, and placement counts its memory."""
-        for die in [d for d in self.dies.values() if d.spec.device != "cpu" and not self.stopping]:
-            try:
-                async with self._granted(die):
-                    await self._worker(die)
-            except TryLater as e:
-                self._refused(die, e.message)
-            except WorkerGone as e:
-                self._crashed(None, die, e.message)
+    def _unknown(self) -> list[Die]:
+        """Cards that have not said yet what they are: jobs may wish for one by UUID, or go on only on one of its kind,
+        and placement counts its memory."""
+        return [d for d in self.dies.values() if d.spec.device != "cpu" and d.ready is None and not d.fenced]
+
+    def _look_at(self, die: Die) -> float:
+        """When such a card is to be asked."""
+        return self.rotation.retry_at(die.name) or 0.0
+
+    async def _look(self, die: Die) -> None:
+        try:
+            async with self._granted(die):
+                await self._worker(die)
+                self.rotation.granted(die.name)
+        except TryLater as e:
+            self._refused(die, e.message)
+        except WorkerGone as e:
+            self._crashed(None, die, e.message)
 
     async def _probe(self, die: Die) -> None:
         """Whether a fenced die computes again."""
@@ -151,7 +160,8 @@ class Lane:
     async def _sleep(self, now: float) -> None:
         errands = (self._due(self.jobs[j]) for j in self._errands)
         probes = (d.probe_at for d in self.dies.values())
-        times = [t for t in (self.rotation.wake_at(), *errands, *probes) if t is not None]
+        looks = map(self._look_at, self._unknown())
+        times = [t for t in (self.rotation.wake_at(), *errands, *probes, *looks) if t is not None]
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._wake.wait(), max(0.0, min(times) - now) if times else None)
 

@@ -3,8 +3,8 @@
 The invariant
 =============
 - A job is placed only where its wish allows, on a die that has a free slot, is not fenced, and has the memory it needs.
-- A job that has been trained on one kind of die is placed on that kind only, as long as the box has any, sound or not:
-  elsewhere it would not be the same job. It waits sooner than that.
+- A job that has been trained on one kind of die is placed on that kind only, as long as the box has any, sound or not,
+  or may have, for a die has not said yet what it is: elsewhere it would not be the same job. It waits sooner than that.
 - Jobs are taken in the order given, which is that of their files' times. A job that cannot be placed now waits, with
   one sentence why; it holds up nobody who wishes for another die.
 - A job that waits **only for memory** keeps one die, the one that lacks least, from those behind it: else a stream of
@@ -79,7 +79,7 @@ def place(waiting: Sequence[Candidate], dies: Sequence[DieFacts]) -> tuple[list[
     kept: dict[int, str] = {}  # dies kept for the memory of a job further ahead
     ahead: Counter[tuple[int, ...]] = Counter()  # jobs that wait, by the dies that would do for them
     for job in waiting:
-        bound = job.kind if any(die.kind == job.kind for die in dies) else ""
+        bound = job.kind if any(die.kind in ("", job.kind) for die in dies) else ""
         answering = [die for die in facts.values() if die.answers_to(job.die_wish)]
         wished = [die for die in answering if bound in ("", die.kind)]
         choice = _best(job, [die for die in wished if die.index not in kept], lanes)
@@ -157,6 +157,8 @@ def _why(job: Candidate, wished: list[DieFacts], dies: Sequence[DieFacts], kept:
 
 
 def _of_another_kind(job: Candidate, dies: list[DieFacts], all_dies: Sequence[DieFacts]) -> str:
+    if silent := [die for die in dies if not die.kind]:
+        return f"{_name(silent, all_dies)} may be of the kind that it began on ({one_line(job.kind, 60)}): to be seen"
     return (f"it began on another kind of die ({one_line(job.kind, 60)}) than {_name(dies, all_dies)}, and would not "
             'go on exactly there; `resume = "compatible"` lets it')
 

@@ -137,6 +137,14 @@ def test_cards_say_what_they_are_before_any_job_comes_each_while_it_is_granted(t
     story(tmp_path, tell, 3, cards=True)
 
 
+def test_a_card_that_is_refused_at_first_is_asked_again_what_it_is(tmp_path: Path) -> None:
+    async def tell(b: Bench) -> None:
+        await b.until(lambda: all(die.ready for die in b.lane.dies.values()), 60)
+        assert len(b.host.of("refused")) == 1  # once a streak
+
+    story(tmp_path, tell, 2, gate=SimulatedGate({"1": [Act("refuse"), Act("refuse")]}), cards=True)
+
+
 def test_cpu_dies_start_no_worker_before_they_have_a_job(tmp_path: Path) -> None:
     async def tell(b: Bench) -> None:
         b.put("a", 1)

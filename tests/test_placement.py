@@ -123,3 +123,13 @@ def test_everybody_is_placed_where_it_may_be_or_told_why(
     for die in dies:
         assert load[die.index] == 0 or die.jobs + load[die.index] <= die.slots
         assert used[die.index] <= (die.bytes_free or 0)
+
+
+def test_a_job_waits_for_a_die_that_may_be_of_its_kind_and_has_not_said_so_yet() -> None:
+    def dies(first: str) -> list[DieFacts]:
+        return [DieFacts(0, "k80", "0", kind=first), DieFacts(1, "cpu", "1", kind="CPU")]
+
+    job = Candidate("a", kind="Tesla K80")
+    assert place([job], dies("")) == ([], {"a": "die 0 may be of the kind that it began on (Tesla K80): to be seen"})
+    assert place([job], dies("Tesla K80")) == ([("a", 0)], {})
+    assert place([job], dies("Tesla P40"))[0] == [("a", 0)], "the box has none: its worker refuses, and says why"

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rrd import job_keys, toml
 from rrd.errors import BadJob
-from rrd.job_keys import MAX_STEPS, AbsPath, Alphas, Betas, Cadence, Die, Names, Quantize, Ranks, StepsOrAuto, parse_duration
+from rrd.job_keys import MAX_STEPS, AbsPath, Alphas, Betas, Cadence, Die, Names, Quantize, Ranks, StepsOrAuto
 from rrd.text import one_line
 from rrd.toml import Fault, show
 
@@ -184,7 +184,7 @@ class JobSpec(BaseModel):
     @property
     def checkpoint_seconds(self) -> float | None:
         """The cadence in seconds, or None where it is given in steps."""
-        return parse_duration(self.checkpoint_every) if isinstance(self.checkpoint_every, str) else None
+        return job_keys.parse_duration(self.checkpoint_every) if isinstance(self.checkpoint_every, str) else None
 
     @property
     def checkpoint_steps(self) -> int | None:

@@ -20,8 +20,9 @@ MAX_STEPS = 10**9
 ALIASES = {
     "learning_rate": "lr", "batch": "batch_size", "per_device_train_batch_size": "batch_size",
     "micro_batch_size": "batch_size", "rank": "lora_rank", "r": "lora_rank", "lora_r": "lora_rank",
-    "alpha": "lora_alpha", "dropout": "lora_dropout", "target_modules": "lora_targets", "use_rslora": "lora_rs", "rank_pattern": "lora_ranks", "alpha_pattern": "lora_alphas",
-    "adapter": "init_adapter", "resume_adapter": "init_adapter", "peft_adapter": "init_adapter",
+    "alpha": "lora_alpha", "dropout": "lora_dropout", "target_modules": "lora_targets", "use_rslora": "lora_rs",
+    "rank_pattern": "lora_ranks", "alpha_pattern": "lora_alphas", "adapter": "init_adapter",
+    "resume_adapter": "init_adapter",
     "accumulation": "grad_accum", "gradient_accumulation": "grad_accum", "gradient_accumulation_steps": "grad_accum",
     "max_seq_len": "seq_len", "max_seq_length": "seq_len", "max_length": "seq_len", "context": "seq_len",
     "context_length": "seq_len", "ctx_len": "seq_len", "dataset": "data", "train_data": "data", "base_model": "model",

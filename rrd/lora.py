@@ -34,8 +34,8 @@ def attach(
     ``base_model.model.``, such as ``model.layers.0.self_attn.q_proj.lora_A.weight`` [r, in] and ``….lora_B.weight``
     [out, r]. A is kaiming-uniform(sqrt 5) from a generator seeded by (``seed``, name), B is zero.
 
-    ``alpha`` None means 2 x rank, of each module's own rank; ``ranks`` and ``alphas`` override both by last path component;
-    ``rs`` divides alpha by sqrt(rank) (rsLoRA, Kalajdzievski, 2023) instead of rank.
+    ``alpha`` None means 2 x rank, of each module's own rank; ``ranks`` and ``alphas`` override both by last path
+    component; ``rs`` divides alpha by sqrt(rank) (rsLoRA, Kalajdzievski, 2023) instead of rank.
 
     Raises:
         BadJob: a target that is no linear module of the model.

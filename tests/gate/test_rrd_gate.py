@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from gate_benches import CommandBench
 from rrd_gate import ADDRESSES, ROOT, WINDOW, Peer, RrdGate, fake_sysfs, open_dies, pci_config, registers
 
 from rrd.gate import GateRefused, SocketGate
@@ -257,6 +258,22 @@ def test_a_killed_helper_leaves_nothing_that_is_not_put_back(tmp_path: Path, sys
             assert gate.end() == 0
         assert registers(sysfs) == boot, f"killed before write {n}"
         assert not gate.state.exists()
+    gate.close()
+
+
+def test_a_helper_of_programs_closes_what_the_one_before_it_left_open(tmp_path: Path) -> None:
+    bus = CommandBench(tmp_path)
+    argv = {verb: json.dumps([str(tmp_path / "bus"), verb, "{die}", str(tmp_path)]) for verb in ("acquire", "release")}
+    gate = RrdGate(tmp_path, f'[[group]]\nbackend = "command"\ndies = ["0", "1"]\nacquire = {argv["acquire"]}\n'
+                             f'release = {argv["release"]}\ntimeout = 30\n')
+    gate.start()
+    assert Peer(gate.socket).ask("acquire", "1") == {"ok": True}
+    gate.signal(signal.SIGKILL)
+    gate.wait()
+    assert bus.open() == "1"
+    gate.start()
+    assert bus.open() is None
+    assert gate.end() == 0
     gate.close()
 
 

@@ -3,7 +3,8 @@
 "kernel" is ``kernels/*.cu`` (``rrd.ops.cuda``), "torch" torch's operations and, on CPU dies, our compiled ones,
 "reference" the plain form of ``rrd.ops.reference``. All give the same numbers to rounding, and the same checkpoints.
 
-``RRD_OPS``, such as ``wkv7=torch,int8=reference``, overrules the table in this process: to find out which op is wrong.
+``RRD_OPS``, such as ``wkv7=reference,int8=torch``, overrules the table in this process: to find out which op is wrong.
+Only ``wkv7`` has a reference of its own here; for others it means torch.
 """
 
 from __future__ import annotations

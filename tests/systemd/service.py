@@ -133,6 +133,10 @@ class Service:
         """Whether a line of its journal holds ``text``."""
         return any(text in str(entry.get("MESSAGE", "")) for entry in self.journal(since=since))
 
+    def wait_said(self, text: str, since: str) -> None:
+        """Until a line of its journal holds ``text``: what a status shows may be there sooner."""
+        self.machine.wait(lambda: self.said(text, since), f"it never said {text!r}", 120)
+
     # --- jobs ---
 
     def submit(self, name: str, *options: str, user: str = "root", **more: Any) -> str:

@@ -87,7 +87,7 @@ def test_an_upgrade_saves_every_job_and_goes_on(service: Service) -> None:
     assert machine.run("rrd", "--version") == "rrd 0.2.0"
     steps = service.history("second")
     service.wait_step("second", steps[-1] + 2)
-    assert service.said("resumed from step", since)
+    service.wait_said("resumed from step", since)
     again = service.history("second")
     assert again == list(range(1, len(again) + 1)), "each step once"
     assert service.property("NRestarts") == "0"

@@ -75,12 +75,12 @@ def launcher(op: str, device: torch.device) -> Die | None:
         return None
     key = op, die.device.index or 0
     if key not in _checked:
-        _checked.add(key)
         try:
             die.load(op)
             check.check(op, die, die.device)
         except RrdError as e:
             _failed[key] = e.message
+        _checked.add(key)  # not before: what is more urgent may end a build, and then nothing is known of it
     return None if key in _failed else die
 
 

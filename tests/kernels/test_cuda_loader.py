@@ -294,6 +294,18 @@ def test_kernels_that_compute_something_else_are_not_used(cuda: None, compiler: 
     assert "do not compute what they should" in choice.why_not("adamw", CUDA)
 
 
+@needs_gxx
+def test_a_build_that_was_given_up_counts_for_nothing(cuda: None, libcuda: Callable[[str], Any], compiler: FakeNvrtc,
+                                                      tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when its job leaves meanwhile; the worker lives on for other jobs."""
+    launch._dies[0] = die = FakeDie(libcuda("adamw"), tmp_path)
+    with monkeypatch.context() as urgent:
+        urgent.setattr(die, "load", lambda op: pytest.fail("something more urgent"))
+        with pytest.raises(pytest.fail.Exception):
+            choice.launcher("adamw", CUDA)
+    assert choice.launcher("adamw", CUDA) is die and choice.identity(CUDA) == {"adamw": die.digests["adamw"]}
+
+
 def test_a_die_without_a_compiler_uses_torch_and_says_why(cuda: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
                                                           ) -> None:
     class Facts:

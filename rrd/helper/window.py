@@ -185,8 +185,6 @@ class Window:
         self._known[name] = _Known(saved, placed, above)
         self._bridges |= bridges
         self._own = own
-        for address in own:
-            self._bridges[address].set_memory(False)
 
     def _check_kind(self, device: Device, saved: Saved) -> None:
         """The same again, for a die that comes late."""

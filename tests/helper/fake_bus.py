@@ -75,6 +75,7 @@ class FakeDevice:
     def write(self, at: int, size: int, value: int) -> None:
         self.bus.step()
         self._accessed(at, size)
+        assert not (self.on and 0x10 <= at < 0x28), "an address changes while somebody may be reached at it"
         self.bus.writes += 1
         was_on = self.on
         if not self.fallen:

@@ -135,6 +135,24 @@ def test_a_die_that_falls_off_is_refused_and_the_others_go_on(tmp_path: Path) ->
         window.close("1")
 
 
+def test_a_die_that_comes_back_in_the_middle_of_a_swap_is_turned_off_first(tmp_path: Path) -> None:
+    bus, names = flat_box()
+    window = window_over(bus, names, tmp_path)
+    window.start()
+    bus.turned_on = never_two(bus, names)
+    die, accesses = bus.devices[names["1"]], []
+    die.place(BAR0, BAR1, BAR3, 0xE000)
+    die.fall()
+
+    def back_at_the_third(device: FakeDevice) -> None:
+        accesses.append(device)
+        die.fallen = accesses.count(die) < 3
+
+    bus.on_access = back_at_the_third
+    window.open("1")
+    assert bus.answers(BAR1) == [names["1"]]
+
+
 def test_another_device_in_its_place_is_not_opened(tmp_path: Path) -> None:
     bus, names = flat_box()
     window = window_over(bus, names, tmp_path)

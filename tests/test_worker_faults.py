@@ -57,16 +57,19 @@ def test_whatever_befalls_a_worker_its_job_ends_with_the_same_adapter(tmp_path: 
             {"job": "kernels", "at": "load", "do": ["no kernel"]}, {"at": "probe", "do": ["no kernel"], "times": 99}]
     killer = [{"job": "killer", "at": "step 3", "do": ["signal", "SIGSEGV"], "times": 3}]
     once = [{"job": name, "at": "step 6", "do": do} for name, (do, _) in BEFALLS.items()]
-    lanes = "".join(f'[[lane]]\nname = "{i}"\ndies = ["cpu"]\n' for i in range(len(BEFALLS) + 6))
-    with box(tmp_path, "hang_seconds = 20\njobs_per_die = 2\n" + lanes) as b:
+    silent = [name for name, (_, end) in BEFALLS.items() if end.endswith("nothing for")]
+    names = [*silent, *(name for name in BEFALLS if name not in silent), "memory"]
+    rest = len(names) - len(silent) + 4  # their dies take turns, so that a small machine is not too slow for them
+    lanes = "".join(f'[[lane]]\nname = "{name}"\ndies = ["cpu"]\n' for name in silent)
+    lanes += f'[[lane]]\nname = "rest"\ndies = {json.dumps(["cpu"] * rest)}\n'
+    with box(tmp_path, "hang_seconds = 30\njobs_per_die = 2\n" + lanes) as b:
         env = faulty_worker.write(tmp_path / "faults" / "script.json", *memory, *lost, *killer, *once)
-        names = [*BEFALLS, "memory"]
         for i, name in enumerate(names):
             write_job(b.jobs_dir, name, **toy_keys(inputs, **KEYS, die=i))
         for name in ("lost", "kernels"):
             write_job(b.jobs_dir, name, **toy_keys(inputs, **KEYS))
         for name in ("killer", "mate"):
-            write_job(b.jobs_dir, name, **toy_keys(inputs, **KEYS, die=len(BEFALLS) + 5))
+            write_job(b.jobs_dir, name, **toy_keys(inputs, **KEYS, die=len(silent) + rest - 1))
         b.start(**env)
         b.wait_state("killer", "failed")
         b.wait_done(*names, "lost", "kernels", "mate")

@@ -79,4 +79,4 @@ soak: $(VENV)/.done
 	OMP_NUM_THREADS=1 $(BIN)/python tests/campaign/soak.py --minutes $(MINUTES) $(ARGS)
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 NVIDIA = "0x10de"
+OLDEST = 37
+"""Of the chips that any torch has kernels for: a K80. The K40 and the K20 (sm_35) need older ones than rrd takes."""
 DISPLAY = ("0x0300", "0x0302")
 """PCI classes of chips that draw, and of those that only compute."""
 
@@ -113,7 +115,7 @@ def serves(arch_list: Iterable[str], sm: int) -> bool:
 
 def flavour_for(found: Iterable[Board]) -> str:
     """The flavour of torch for these chips: the one that serves the oldest that rrd can use at all."""
-    known = sorted(b.sm for b in found if b.sm >= 35)
+    known = sorted(b.sm for b in found if b.sm >= OLDEST)
     if not known:
         return "cpu"
     return "k80" if known[0] < 50 else "p40" if known[0] < 75 else "cuda"

@@ -44,7 +44,7 @@ def test_an_unknown_chip_is_known_by_its_architecture(device: int, name: str, sm
 
 @pytest.mark.parametrize(("chips", "flavour"), [
     ((), "cpu"), ((37, 37), "k80"), ((61,), "p40"), ((70, 90), "p40"), ((75,), "cuda"), ((90, 120), "cuda"),
-    ((37, 90), "k80"), ((0,), "cpu"), ((30,), "cpu")])
+    ((37, 90), "k80"), ((0,), "cpu"), ((30,), "cpu"), ((35,), "cpu"), ((35, 61), "p40")])
 def test_the_oldest_chip_that_can_compute_decides_the_torch(chips: tuple[int, ...], flavour: str) -> None:
     assert boards.flavour_for(Board("", 0, "", sm) for sm in chips) == flavour
 

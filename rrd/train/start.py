@@ -33,7 +33,7 @@ _MUST_BE_OFF = {"use_dora": "DoRA", "modules_to_save": "modules trained as a who
 def check(directory: Path, spec: JobSpec, targets: Sequence[str]) -> None:
     """Whether the adapter in ``directory`` is one for ``spec``, as far as it says itself. Raises BadJob."""
     config, header = _read(directory)
-    ranks = {name.removesuffix(A): info.shape[0] for name, info in _named(header).items() if name.endswith(A)}
+    ranks = {n.removesuffix(A): info.shape[0] for n, info in _named(header).items() if n.endswith(A) and info.shape}
     alphas = _pattern(directory, config, "alpha_pattern", _number(config.get("lora_alpha")))
     leaves = {_leaf(path) for path in ranks}
     if odd := sorted(leaves ^ set(targets)):

@@ -138,6 +138,7 @@ def test_an_adapter_of_another_model_is_refused_before_training(tmp_path: Path) 
     for tensors, sentence in (({n: t for n, t in good.items() if n != first}, "it lacks model"),
                               ({**good, **stranger}, "it has x.q_proj"),
                               ({**good, first: torch.zeros(good[first].shape[0], 3)}, "in shape"),
+                              ({**good, first: torch.zeros(())}, "in shape"),
                               ({**good, first: torch.full_like(good[first], float("nan"))}, "no numbers")):
         save_file(tensors, file)
         with pytest.raises(BadJob, match=sentence):

@@ -1,6 +1,6 @@
 """Kernels built ahead: ``python -m rrd.ops.cuda.build DIRECTORY ARCH…``, which is `rrd build-kernels`.
 
-One line of JSON a kernel: op, arch, kernel, registers, shared, spills; or an error on stderr and exit code 1.
+One line of JSON a cubin: op, arch, by (the compiler), bytes; or an error on stderr and exit code 1.
 """
 
 from __future__ import annotations

@@ -30,7 +30,8 @@ def world(tmp_path: Path) -> dict[str, str]:
     for name in ("code-a", "code-b", "prose"):
         write_job(jobs, name, model="/m", data="/d")
     return {**os.environ, "PATH": f"{rrd.parent}:{os.environ['PATH']}", "HOME": str(tmp_path),
-            "RRD_JOBS_DIR": str(jobs), "RRD_STATE_DIR": str(tmp_path / "state"), "RRD_RUN_DIR": str(tmp_path / "run"), "TERM": "dumb"}
+            "RRD_JOBS_DIR": str(jobs), "RRD_STATE_DIR": str(tmp_path / "state"),
+            "RRD_RUN_DIR": str(tmp_path / "run"), "TERM": "dumb"}
 
 
 def run(world: dict[str, str], *argv: str) -> list[str]:

@@ -12,10 +12,10 @@ from moments import STATES, bring, failed, relieve
 from world import DIE, HANG, STUCK, World, now, play
 
 from rrd.errors import BadJob, NoSuchJob, RrdError
+from rrd.faults import DISK_RETRY
 from rrd.gate.simulated import Act
 from rrd.journal import Kind
 from rrd.messages import Evict, Load
-from rrd.faults import DISK_RETRY
 from rrd.states import JobState
 
 

@@ -266,15 +266,15 @@ def test_a_helper_of_programs_closes_what_the_one_before_it_left_open(tmp_path: 
     argv = {verb: json.dumps([str(tmp_path / "bus"), verb, "{die}", str(tmp_path)]) for verb in ("acquire", "release")}
     gate = RrdGate(tmp_path, f'[[group]]\nbackend = "command"\ndies = ["0", "1"]\nacquire = {argv["acquire"]}\n'
                              f'release = {argv["release"]}\ntimeout = 30\n')
-    gate.start()
-    assert Peer(gate.socket).ask("acquire", "1") == {"ok": True}
-    gate.signal(signal.SIGKILL)
-    gate.wait()
-    assert bus.open() == "1"
-    gate.start()
-    assert bus.open() is None
-    assert gate.end() == 0
-    gate.close()
+    with contextlib.closing(gate):
+        gate.start()
+        assert Peer(gate.socket).ask("acquire", "1") == {"ok": True}
+        gate.signal(signal.SIGKILL)
+        gate.wait()
+        assert bus.open() == "1"
+        gate.start()
+        assert bus.open() is None
+        assert gate.end() == 0
 
 
 def test_restoring_when_there_is_nothing_to_restore(gate: RrdGate) -> None:

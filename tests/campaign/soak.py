@@ -64,6 +64,7 @@ class Soak:
         self.samples: dict[tuple[str, int], list[tuple[float, float, int]]] = defaultdict(list)
         self.later: list[tuple[float, Callable[[], None]]] = []
         self.full_until = 0.0
+        self.stopped: list[int] = []
 
     def run(self) -> Row:
         self.inputs.mkdir(parents=True)
@@ -187,6 +188,7 @@ class Soak:
     def _stop_worker(self, s: Snapshot) -> str:
         if die := self._ripe(s):
             os.kill(die.worker_pid or 0, signal.SIGSTOP)
+            self.stopped.append(die.worker_pid or 0)
             return "workers stopped"
         return ""
 
@@ -199,6 +201,11 @@ class Soak:
 
     def _kill_daemon(self, s: Snapshot) -> str:
         self.b.kill()
+        for pid in self.stopped:  # whoever is stopped does not see that its daemon is gone, and keeps its jobs' locks
+            with contextlib.suppress(OSError):
+                if b"rrd" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    os.kill(pid, signal.SIGCONT)
+        self.stopped.clear()
         self.b.start()
         return "daemons killed"
 

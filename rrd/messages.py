@@ -173,6 +173,8 @@ class Loaded(Message):
     """The step of the newest held-out loss, -1 for none yet; None without held-out data."""
     without_kernels: Sentence = ""
     """Why torch computes what there are compiled kernels for; empty where it does not."""
+    rungs: tuple[Rung, ...] = ()
+    """With which the checkpoint's steps were run."""
     recomputes: bool = False
     most_parts: int = 1
     """What the job can do about a want of memory: see ``rrd.savings.climb``."""

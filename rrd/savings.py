@@ -49,6 +49,19 @@ def in_force(rungs: Sequence[Rung], step: int) -> Savings:
                    max((r.factor for r in now if r.what == "split"), default=1))
 
 
+def united(a: Sequence[Rung], b: Sequence[Rung]) -> tuple[Rung, ...]:
+    """The rungs of two records of one job, in order; one that both know holds from the earlier step on.
+
+    A checkpoint knows those that its steps were run with, the ledger's record those that were taken since.
+    """
+    first: dict[tuple[str, int], Rung] = {}
+    for rung in (*a, *b):
+        known = first.setdefault((rung.what, rung.factor), rung)
+        if rung.step < known.step:
+            first[rung.what, rung.factor] = rung
+    return tuple(sorted(first.values(), key=lambda r: r.step))
+
+
 def climb(rungs: Sequence[Rung], step: int, *, recomputes: bool, most_parts: int) -> tuple[Rung, ...] | None:
     """The rungs of a job that ran out of memory at ``step``, or None where it has none left.
 

@@ -38,6 +38,7 @@ from rrd.placement import Candidate, DieFacts, place
 from rrd.preparer import Preparer
 from rrd.roster import Job, Leave
 from rrd.rotation import Turn
+from rrd.savings import united
 from rrd.states import ENDED, JobState, may_follow
 from rrd.text import count, duration
 
@@ -252,6 +253,7 @@ class Scheduler:
             self.say(Kind.JOB_NOTE, note, job, level="warning")
         where = f"resumed from step {report.resumed}" if report.resumed is not None else "starting at step 0"
         job.record.kind = die.kind
+        job.record.rungs = united(job.record.rungs, report.rungs)  # a crash may have come before the record was written
         self.say(Kind.LOADED, f"loaded in {duration(report.seconds)}, {where}", job)
         if job.leave is None:
             self.set(job, JobState.RUNNING)

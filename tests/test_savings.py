@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rrd.savings import FINER, Rung, Savings, climb, in_force, sentence
+from rrd.savings import FINER, Rung, Savings, climb, in_force, sentence, united
 
 
 def ladder(step: int, *, recomputes: bool = True, most_parts: int = 8) -> list[tuple[Rung, ...]]:
@@ -63,3 +63,12 @@ def test_every_rung_saves_and_what_is_in_force_only_grows(steps: list[int], reco
                    "micro-batches run in 4 parts since step 7")])
 def test_people_read_what_is_in_force(rungs: tuple[Rung, ...], said: str) -> None:
     assert sentence(rungs) == said
+
+
+def test_two_records_are_united_and_the_earlier_step_holds() -> None:
+    checkpoint = (Rung(what="checkpointing", step=105), Rung(what="split", step=120, factor=2))
+    record = (Rung(what="checkpointing", step=103), Rung(what="logits", step=110, factor=FINER))
+    both = united(record, checkpoint)
+    assert [(r.what, r.step) for r in both] == [("checkpointing", 103), ("logits", 110), ("split", 120)]
+    assert both == united(checkpoint, record)
+    assert united((), record) == record

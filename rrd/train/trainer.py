@@ -22,7 +22,7 @@ from rrd.lora import attach
 from rrd.models import Base, build
 from rrd.models.registry import Recipe, facts_of, lora_targets_of, recipe_of
 from rrd.optim.adamw import AdamW, matrices_decay
-from rrd.savings import Rung, in_force
+from rrd.savings import Rung, in_force, united
 from rrd.train import start
 from rrd.train.data import Dataset
 from rrd.train.schedule import lr_at
@@ -53,6 +53,8 @@ class Trainer:
         self.skipped = 0
         """Steps left out because their loss or gradient was no number."""
         self.norms: deque[float] = deque(maxlen=NORMS)
+        self.rungs: tuple[Rung, ...] = ()
+        """How its steps were run with less memory: part of the state, since it decides bits."""
         self.evaluated: int | None = None if held_out is None else -1
         """The step at which the held-out loss was last taken; -1 before the first; None: there is nothing to take."""
 
@@ -109,7 +111,8 @@ class Trainer:
 
         Raises NotFinite, with nothing changed, for a loss that is no number and ``on_nan="stop"``.
         """
-        s, savings = self.spec, in_force(rungs, self.step + 1)
+        self.rungs = united(self.rungs, rungs)
+        s, savings = self.spec, in_force(self.rungs, self.step + 1)
         batches = [self.data.batch_at(self.position + i * s.batch_size, s.batch_size, s.seed)
                    for i in range(s.grad_accum)]
         try:
@@ -157,7 +160,7 @@ class Trainer:
         return {
             "format": FORMAT, "step": self.step, "tokens": self.tokens, "seconds": self.seconds,
             "history_bytes": history_bytes, "skipped": self.skipped, "norms": list(self.norms),
-            "evaluated": self.evaluated,
+            "evaluated": self.evaluated, "rungs": [r.model_dump() for r in self.rungs],
             "schedule": {"total": total, "lr": self.lr(total).hex()},
             "optimizer": {"steps": self.optimizer.steps, "betas": list(self.optimizer.betas), "eps": self.optimizer.eps,
                           "weight_decay": s.weight_decay, "clip_norm": s.clip_norm},
@@ -176,6 +179,7 @@ class Trainer:
         self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
         self.optimizer.steps = state["optimizer"]["steps"]
         self.skipped, self.norms = state.get("skipped", 0), deque(state.get("norms", ()), NORMS)  # not in the oldest
+        self.rungs = tuple(Rung.model_validate(r) for r in state.get("rungs", ()))
         if self.held_out is not None:
             self.evaluated = state.get("evaluated", self.step)
             self.evaluated = -1 if self.evaluated is None else self.evaluated

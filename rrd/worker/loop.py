@@ -163,7 +163,7 @@ class Loop:
             job=order.job, step=r.trainer.step, tokens=r.trainer.tokens, samples=len(r.trainer.data),
             seconds=time.monotonic() - start, resumed=r.resumed, fallbacks=r.fallbacks, notes=r.notes,
             memory_bytes=held_bytes(self.device), skipped=r.trainer.skipped, evaluated=r.trainer.evaluated,
-            recomputes=r.trainer.recomputes, most_parts=r.trainer.most_parts,
+            rungs=r.trainer.rungs, recomputes=r.trainer.recomputes, most_parts=r.trainer.most_parts,
             without_kernels=r.trainer.model.without_kernels))
 
     def _visit(self, order: Run) -> None:

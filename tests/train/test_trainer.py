@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,26 @@ def test_saved_and_restored_at_any_step_it_gives_the_same_bits(tmp_path: Path, k
         second.resume(state)
         assert [second.run_step(STEPS, "stop").loss for _ in range(STEPS - cut)] == losses[cut:]
         assert_same(flat(straight), flat(second))
+
+
+def test_a_checkpoint_knows_with_what_savings_its_steps_were_run(tmp_path: Path) -> None:
+    """The ledger may have lost them: a crash between the order and the record."""
+    rungs = (Rung(what="checkpointing", step=3), Rung(what="split", step=5, factor=2))
+    straight = make_trainer(tmp_path, batch_size=2)
+    for _ in range(STEPS):
+        straight.run_step(STEPS, "stop", rungs)
+    first = make_trainer(tmp_path, batch_size=2)
+    for _ in range(6):
+        first.run_step(STEPS, "stop", rungs)
+    staging = Staging(first.optimizer)
+    staging.fill(first.optimizer)
+    second = make_trainer(tmp_path, batch_size=2)
+    restore(second.optimizer, staging.chunk(), "here")
+    second.resume(json.loads(json.dumps(first.state(STEPS, 0))))
+    assert second.rungs == rungs
+    for _ in range(STEPS - 6):
+        second.run_step(STEPS, "stop")
+    assert_same(flat(straight), flat(second))
 
 
 def test_two_jobs_in_turn_on_one_base_are_as_each_alone(tmp_path: Path) -> None:

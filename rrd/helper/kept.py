@@ -62,11 +62,12 @@ class Kept:
                 self.undo[group] = argv
             self._write()
 
-    def forget(self, devices: list[Saved] | None = None) -> None:
-        """Keep only ``devices``, which could not be put back, and no program; without any, no file either."""
+    def forget(self, devices: list[Saved] | None = None, undo: dict[str, list[str]] | None = None) -> None:
+        """Keep only ``devices`` that could not be put back and the programs ``undo`` that failed; without any, no file
+        either."""
         with self._lock:
-            self.devices, self.undo = {s.address: s for s in devices or []}, {}
-            if self.devices:
+            self.devices, self.undo = {s.address: s for s in devices or []}, undo or {}
+            if self.devices or self.undo:
                 self._write()
             else:
                 with contextlib.suppress(FileNotFoundError):

@@ -87,7 +87,7 @@ def run(argv: Sequence[str], seconds: float, wanted: Callable[[], bool] = lambda
         said.seek(0)
         reason = _last_line(said.read(65536))
     if status != 0:
-        how = f"exit status {status}" if status > 0 else f"killed by {signal.Signals(-status).name}"
+        how = f"exit status {status}" if status > 0 else f"killed by signal {-status}"
         later = status == TRY_LATER
         raise Refusal(reason if later and reason else f"{reason} ({how})" if reason else how, later=later)
 

@@ -14,15 +14,17 @@ UNDO_SECONDS = 10.0
 
 
 def restore(kept: Kept, bus: Bus) -> bool:
-    """Put back all that is kept, as far as it answers, and forget it. False if a device would not; it stays kept."""
+    """Put back all that is kept, as far as it answers, and forget it. False if something would not; it stays kept."""
+    undone: dict[str, list[str]] = {}
     for group, argv in kept.undo.items():
         try:
             run(argv, UNDO_SECONDS)
         except Refusal as e:
             say(WARNING, f"group {group}: {' '.join(argv)}: {e.reason}")
+            undone[group] = argv
     stuck = put_back(list(kept.devices.values()), bus)
-    kept.forget(stuck)
-    return not stuck
+    kept.forget(stuck, undone)
+    return not stuck and not undone
 
 
 def put_back(saved: Sequence[Saved], bus: Bus) -> list[Saved]:

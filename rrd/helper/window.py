@@ -72,15 +72,21 @@ class Window:
         self._limit(self._clock() + self._timeout)
         try:
             self._open(die)
-        except Refusal:
+        except (Refusal, BadSetup) as e:
             self._limit(math.inf)  # however long it takes: what is half open must not stay so
             self._shut(die)
-            raise
+            raise _refused(e) from None
         finally:
             self._limit(math.inf)
 
     def close(self, die: str) -> None:
         """See Backend."""
+        try:
+            self._close(die)
+        except BadSetup as e:
+            raise _refused(e) from None
+
+    def _close(self, die: str) -> None:
         device, known = self._devices[die], self._known[die]
         try:
             device.set_memory(False)
@@ -123,12 +129,12 @@ class Window:
 
     def _shut(self, die: str) -> None:
         """Close ``die`` as far as it lets itself be closed."""
-        with suppress(Refusal):
+        with suppress(Refusal, BadSetup):
             self._devices[die].set_memory(False)
             if die in self._known:
                 self._devices[die].put_back(self._known[die].saved)
         for bridge in self._own_above(die):
-            with suppress(Refusal):
+            with suppress(Refusal, BadSetup):
                 bridge.set_memory(False)
 
     # --- getting to know the dies ---
@@ -219,3 +225,8 @@ class Window:
 
 def _ids(ids: int) -> str:
     return f"{ids & 0xFFFF:04x}:{ids >> 16:04x}"
+
+
+def _refused(e: Refusal | BadSetup) -> Refusal:
+    """To whoever asked for a swap, a right that was taken away meanwhile (kernel lockdown) is a refusal, too."""
+    return e if isinstance(e, Refusal) else Refusal(str(e))

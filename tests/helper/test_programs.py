@@ -102,6 +102,15 @@ def test_after_a_crash_the_open_die_is_closed(bus: Path) -> None:
     assert not (bus / "state.json").exists()
 
 
+def test_what_could_not_be_closed_after_a_crash_is_not_forgotten(bus: Path) -> None:
+    programs(bus).open("1")
+    (bus / "mood").write_text("stuck")
+    assert not restore(Kept.load(str(bus / "state.json")), Sysfs())
+    (bus / "mood").unlink()
+    assert restore(Kept.load(str(bus / "state.json")), Sysfs())
+    assert is_open(bus) is None
+
+
 def test_a_program_that_is_not_there_is_a_bad_setup(bus: Path) -> None:
     (bus / "bus").unlink()
     with pytest.raises(BadSetup, match=r"group k80: .*/bus is no program that can be run"):

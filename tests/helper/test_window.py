@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -239,6 +240,29 @@ def test_a_slow_bus_is_given_up_and_what_was_half_done_is_undone(tmp_path: Path)
     assert bus.boot_states() == boot
     bus.on_access = lambda device: None
     window.open("3")
+
+
+def test_a_right_that_is_taken_away_is_a_refusal(tmp_path: Path) -> None:
+    """Kernel lockdown may come while the helper runs."""
+    bus, names = flat_box()
+    window = window_over(bus, names, tmp_path)
+    window.start()
+    boot = bus.boot_states()
+
+    def locked(device: FakeDevice) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    bus.on_access = locked
+    with pytest.raises(Refusal, match="may not be touched"):
+        window.open("3")
+    bus.on_access = lambda device: None
+    window.open("3")
+    bus.on_access = locked
+    with pytest.raises(Refusal, match="may not be touched"):
+        window.close("3")
+    bus.on_access = lambda device: None
+    window.close("3")
+    assert bus.boot_states() == boot
 
 
 # --- everything is put back ---

@@ -19,6 +19,7 @@ from typing import Any
 from rrd.errors import ProtocolError, RrdError, TryLater
 from rrd.messages import REPORTS, Decoder, Failed, GaveUp, LastWords, Message, OutOfMemory, Stop, encode
 from rrd.stack import MAX_BYTES
+from rrd.text import signal_name
 
 PACKET = 1 << 16
 ASK_SECONDS, ABORT_SECONDS, KILL_SECONDS = 10.0, 5.0, 10.0
@@ -298,7 +299,7 @@ class Worker:
         if status is None:
             return "the worker closed its socket"
         if status < 0:
-            return f"the worker was killed by {_signal_name(-status)}"
+            return f"the worker was killed by {signal_name(-status)}"
         return f"the worker exited with status {status}" + (f": {self._last_words}" if self._last_words else "")
 
     def _signal(self, number: signal.Signals) -> None:
@@ -332,10 +333,3 @@ class Worker:
                 return
         self.end, self.die_failed = f"the worker {reason} and cannot be killed", True
         self._news.set()
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"  # a real-time signal has no name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 import unicodedata
 
 
@@ -26,6 +27,14 @@ def _safe(c: str) -> str:
 def ascii_line(text: str, limit: int = 200) -> str:
     """``text`` as one line of printable ASCII: what the notify protocol can carry safely."""
     return "".join(c if " " <= c <= "~" else "?" for c in one_line(text, limit)).strip()
+
+
+def signal_name(number: int) -> str:
+    """``SIGKILL``; a real-time signal has no name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def duration(seconds: float) -> str:

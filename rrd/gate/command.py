@@ -16,7 +16,7 @@ from subprocess import DEVNULL, Popen
 
 from rrd.errors import TryLater
 from rrd.gate.base import GateRefused, to_its_end, within
-from rrd.text import duration
+from rrd.text import duration, signal_name
 
 KILLED_WITHIN = 1.0
 """Seconds that a killed program has to be gone; one that hangs in the kernel is not waited for longer."""
@@ -132,5 +132,5 @@ def _check(verb: str, die: str, status: int, said: str) -> None:
     if status == TryLater.exit_code:
         raise GateRefused(verb, die, said or "try later")
     if status != 0:
-        how = f"exit status {status}" if status > 0 else f"killed by {signal.Signals(-status).name}"
+        how = f"exit status {status}" if status > 0 else f"killed by {signal_name(-status)}"
         raise GateRefused(verb, die, f"{said} ({how})" if said else how)

@@ -18,6 +18,7 @@ from typing import IO
 
 from rrd import errors
 from rrd.errors import BadJob, RrdError
+from rrd.text import signal_name
 from rrd.train.portion import Plan, Range
 
 MEMORY_EACH = 1 << 30
@@ -106,7 +107,7 @@ class _Member:
         if status == -signal.SIGKILL:
             return MemoryError("a process that tokenizes was killed")
         if status < 0:
-            return BadJob(f"reading it with {self.plan.tokenizer} ends in a crash ({signal.Signals(-status).name})",
+            return BadJob(f"reading it with {self.plan.tokenizer} ends in a crash ({signal_name(-status)})",
                           file=self.plan.data, hint="one of the two is damaged, or the tokenizers library has a fault")
         return RuntimeError(f"a process that tokenizes ended with {status}")
 

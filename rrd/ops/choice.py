@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple, get_args
 
 import torch
 
-from rrd.errors import RrdError
+from rrd.errors import RrdError, TryLater
 from rrd.ops.cuda import check, launch
 from rrd.ops.cuda.launch import Die
 
@@ -78,6 +78,8 @@ def launcher(op: str, device: torch.device) -> Die | None:
         try:
             die.load(op)
             check.check(op, die, die.device)
+        except TryLater:
+            raise  # a full cache or somebody else's build: it passes, and is no reason to compute other bits
         except RrdError as e:
             _failed[key] = e.message
         _checked.add(key)  # not before: what is more urgent may end a build, and then nothing is known of it

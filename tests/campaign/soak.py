@@ -61,7 +61,8 @@ class Soak:
         self.serial = 0
         self.shape_of: dict[str, int] = {}
         self.best: dict[str, int] = {}
-        self.samples: dict[tuple[str, int], list[tuple[float, float, int]]] = defaultdict(list)
+        self.samples: dict[tuple[str, int], list[tuple[float, float, int, int]]] = defaultdict(list)
+        """Of each process: (monotonic time, MiB, open files, jobs that it holds)."""
         self.later: list[tuple[float, Callable[[], None]]] = []
         self.full_until = 0.0
         self.stopped: list[int] = []
@@ -278,22 +279,24 @@ class Soak:
     # --- what it costs ---
 
     def _sample(self, s: Snapshot) -> None:
-        who = [("daemon", s.pid), *(("worker", d.worker_pid) for d in s.dies if d.worker_pid)]
-        for kind, pid in who:
+        who = [("daemon", s.pid, 0), *(("worker", d.worker_pid, len(d.jobs)) for d in s.dies if d.worker_pid)]
+        for kind, pid, jobs in who:
             with contextlib.suppress(OSError, StopIteration, ValueError):
                 lines = Path(f"/proc/{pid}/status").read_text().splitlines()
                 # What is shared with the nursery counts in full, or a share would grow whenever another worker dies.
                 kib = int(next(line for line in lines if line.startswith("RssAnon:")).split()[1])
-                self.samples[kind, pid].append((time.monotonic(), kib / 1024, len(os.listdir(f"/proc/{pid}/fd"))))
+                files = len(os.listdir(f"/proc/{pid}/fd"))
+                self.samples[kind, pid].append((time.monotonic(), kib / 1024, files, jobs))
 
     def _judge_memory(self) -> None:
         told = []
         for kind, most in (("daemon", 30.0), ("worker", 60.0)):
-            lives = [[x for x in xs if x[0] >= xs[0][0] + WARM_UP] for (k, _), xs in self.samples.items() if k == kind]
-            memory, seen = _slope([[(t, mib) for t, mib, _ in xs] for xs in lives])
-            files, _ = _slope([[(t, float(n)) for t, _, n in xs] for xs in lives])
-            peak = max((mib for xs in lives for _, mib, _ in xs), default=0.0)
-            open_files = max((n for xs in lives for _, _, n in xs), default=0)
+            lives = [[x for x in xs if x[0] >= xs[0][0] + WARM_UP and x[3] == jobs]  # with more jobs it may hold more
+                     for (k, _), xs in self.samples.items() if k == kind for jobs in {x[3] for x in xs}]
+            memory, seen = _slope([[(t, mib) for t, mib, _, _ in xs] for xs in lives])
+            files, _ = _slope([[(t, float(n)) for t, _, n, _ in xs] for xs in lives])
+            peak = max((mib for xs in lives for _, mib, _, _ in xs), default=0.0)
+            open_files = max((n for xs in lives for _, _, n, _ in xs), default=0)
             told.append(f"{kind}: at most {peak:.0f} MiB and {open_files} open files, {memory:+.1f} MiB and "
                         f"{files:+.1f} files an hour over {seen / 60:.0f} process-minutes")
             if seen > 600 and (memory > most or files > 10):

@@ -72,3 +72,21 @@ def test_wheels_from_a_directory_need_no_network(setup: dict[str, Any], monkeypa
     wanted = ["/w/rrd.whl", "torch>=2.4", "--extra-index-url", "https://x"]
     setup["pip"](["pip", "install"], {"WHEELHOUSE": "/srv/wheels", "PIP_ARGUMENTS": "--proxy 'a b'"}, wanted)
     assert seen[0][-7:] == ["--no-index", "--find-links", "/srv/wheels", "--proxy", "a b", "/w/rrd.whl", "torch>=2.4"]
+
+
+def test_an_environment_that_cannot_be_made_leaves_the_old_one(tmp_path: Path) -> None:
+    """Another torch, and no network: the box trains on with what it has."""
+    venv, wheels = tmp_path / "venv", tmp_path / "wheels"
+    wheels.mkdir()
+    (venv / "bin").mkdir(parents=True)
+    (venv / "bin" / "python").write_text("old")
+    (venv / "rrd-setup.json").write_text('{"torch": "k80", "python": [3, 8]}')
+    done = subprocess.run([sys.executable, str(SCRIPT), "--venv", str(venv), "--torch", "cpu", "--wheelhouse",
+                           str(wheels), "--wheel", str(wheels / "rrd-1-py3-none-any.whl"), "--conf",
+                           str(tmp_path / "none"), "--no-doctor"], capture_output=True, text=True, check=False)
+    if "can reach" in done.stderr:
+        pytest.skip(done.stderr)
+    assert done.returncode == 1, done.stdout
+    assert "pip could not install what rrd needs" in done.stderr and f"{venv} is as it was" in done.stdout
+    assert (venv / "bin" / "python").read_text() == "old"
+    assert list(tmp_path.glob("venv*")) == [venv]

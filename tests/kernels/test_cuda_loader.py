@@ -282,7 +282,6 @@ def test_a_die_with_kernels_uses_them_where_the_table_says(cuda: None, libcuda: 
     assert choice.choose("adamw", CUDA) == "kernel" and choice.launcher("adamw", CUDA) is die
     assert choice.why_not("adamw", CUDA) == ""
     assert choice.choose("adamw", CPU) == "torch" and choice.launcher("adamw", CPU) is None
-    assert launch.outlook(CUDA) == "kernels for sm_61" and launch.outlook(CPU) == ""
 
 
 @needs_gxx
@@ -322,7 +321,6 @@ def test_a_die_without_a_compiler_uses_torch_and_says_why(cuda: None, monkeypatc
     launch.use(tmp_path)
     assert choice.choose("wkv7", CUDA) == "torch" and choice.launcher("wkv7", CUDA) is None
     assert "no NVRTC that makes kernels for sm_37" in choice.why_not("wkv7", CUDA)
-    assert launch.outlook(CUDA) == f"torch's operations: {launch.why_not(CUDA)}"
 
 
 @needs_gxx

@@ -134,14 +134,6 @@ def why_not(device: torch.device) -> str:
     return found.message if isinstance(found, NoKernels) else ""
 
 
-def outlook(device: torch.device) -> str:
-    """For people: what runs ``device``'s ops, such as "kernels for sm_37", or why torch's do."""
-    if device.type != "cuda":
-        return ""
-    found = launcher(device)
-    return f"kernels for {found.arch}" if found else f"torch's operations: {why_not(device)}"
-
-
 def _decided(device: torch.device) -> Die | NoKernels:
     if device.type != "cuda":
         return NoKernels(f"a {device.type} die has no CUDA kernels")
@@ -158,7 +150,7 @@ def _decided(device: torch.device) -> Die | NoKernels:
 
 def _found(index: int) -> Die:
     """Whether there is a compiler for the die, or cubins of every op. Raises NoKernels. Builds nothing."""
-    cache_dir, alive = _settings
+    cache_dir, _ = _settings
     driver, facts = Driver(), torch.cuda.get_device_properties(index)
     arch, cache_dir = f"sm_{facts.major}{facts.minor}", cache_dir or default_cache_dir()
     try:
@@ -168,7 +160,8 @@ def _found(index: int) -> Die:
                    if cache.kept(sources.source(op), arch, cache_dir, driver=driver.version()) is None]
         if missing:
             raise
-    return Die(torch.device("cuda", index), driver, arch=arch, name=facts.name, cache_dir=cache_dir, alive=alive)
+    return Die(torch.device("cuda", index), driver, arch=arch, name=facts.name, cache_dir=cache_dir,
+               alive=lambda: _settings[1]())  # of the job that is loaded when it builds, not of the first one
 
 
 def default_cache_dir() -> Path:

@@ -100,15 +100,16 @@ class Machine:
                   BOOT_SECONDS)
 
     def _state(self) -> str:
-        try:
-            return self.run("systemctl", "is-system-running", check=False)
-        except NotUp:
-            return ""
+        return self._if_up("systemctl", "is-system-running")
 
     def boot_id(self) -> str:
+        return self._if_up("cat", "/proc/sys/kernel/random/boot_id")
+
+    def _if_up(self, *argv: str) -> str:
+        """What it says, or nothing: whoever asks a systemd that is going down may wait for an answer for ever."""
         try:
-            return self.run("cat", "/proc/sys/kernel/random/boot_id", check=False)
-        except NotUp:
+            return self.run(*argv, check=False, seconds=10)
+        except (NotUp, subprocess.TimeoutExpired):
             return ""
 
     def reboot(self) -> None:

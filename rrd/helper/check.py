@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from rrd.helper.base import BadSetup, Refusal
 from rrd.helper.bridge import windows
@@ -44,14 +44,18 @@ def _check_pci(group: GroupConfig, bus: Sysfs) -> list[str]:
     print(f"\n{group.name}: dies {' '.join(group.dies)}, one at a time at {window}")
     wrong: list[str] = []
     chains: list[list[str]] = []
+    spans: dict[int, range] = {}
     for name, address in group.dies.items():
         try:
             chains.append(bus.bridges(address))
-            _check_die(Device(f"die {name}", address, bus.space(address)), chains[-1], group, bus)
+            bars = _check_die(Device(f"die {name}", address, bus.space(address)), chains[-1], group, bus)
+            spans |= {n: range(group.window[n], group.window[n] + bar.size) for n, bar in bars.items()}
         except (BadSetup, Refusal) as e:
             wrong.append(str(e))
         except OSError as e:
             wrong.append(f"die {name} ({address}) is not on the bus: {e.strerror or e}")
+    wrong += [f"bar{n} of the window, {span(at.start, len(at))}, overlaps {what}"
+              for n, at in spans.items() for what in _there_already(at, group, bus)]
     try:
         for bridge in own_bridges(chains, may_switch=group.switch_bridges):
             print(f"  bridge {bridge} is switched")
@@ -60,7 +64,21 @@ def _check_pci(group: GroupConfig, bus: Sysfs) -> list[str]:
     return wrong
 
 
-def _check_die(device: Device, above: list[str], group: GroupConfig, bus: Sysfs) -> None:
+def _there_already(window: range, group: GroupConfig, bus: Sysfs) -> Iterator[str]:
+    """What else answers at addresses of ``window``: memory, as far as the kernel tells us, and other devices."""
+    for start, end in bus.memory():
+        if start < window.stop and window.start <= end:
+            yield f"the machine's memory, {span(start, end - start + 1)}"
+    for address in bus.addresses():
+        if address in group.dies.values():
+            continue
+        for first, last, flags in bus.resources(address):
+            if flags & IS_MEMORY and first < window.stop and window.start <= last:
+                yield f"what {address} has, {span(first, last - first + 1)}"
+
+
+def _check_die(device: Device, above: list[str], group: GroupConfig, bus: Sysfs) -> Mapping[int, Bar]:
+    """Print it; its BARs."""
     saved = device.saved()
     bars = _bars(saved, bus.resources(device.address))
     at = [f"bar{n} {_address(saved, bar):#x}+{bar.size:#x}" for n, bar in bars.items()]
@@ -75,6 +93,7 @@ def _check_die(device: Device, above: list[str], group: GroupConfig, bus: Sysfs)
     check_window(device, bars, group.window)
     for bridge in bridges:
         check_bridge(bridge, device, bars, group.window)
+    return bars
 
 
 def _bars(saved: Saved, resources: list[tuple[int, int, int]]) -> Mapping[int, Bar]:

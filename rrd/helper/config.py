@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import grp
+import os
 import pwd
 import re
+import stat
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -79,7 +81,9 @@ def _id(find: Callable[[str], int], name: str) -> int | None:
 def load(path: str) -> HelperConfig:
     """The configuration at ``path``. Raises BadSetup: one sentence, with the key."""
     try:
-        with open(path, "rb") as file:
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise BadSetup("not a file")
             values = tomllib.load(file)
         return _config(values)
     except FileNotFoundError:
@@ -101,7 +105,8 @@ def _config(values: dict[str, Any]) -> HelperConfig:
     if not config.groups:
         raise BadSetup("`group` is missing", hint="a table [[group]] names the dies that share a window")
     for what, found in (("die", [d for g in config.groups for d in g.dies]),
-                        ("PCI address", [a for g in config.groups for a in g.dies.values() if a])):
+                        ("PCI address", [a for g in config.groups for a in g.dies.values() if a]),
+                        ("window address", [f"0x{a:x}" for g in config.groups for a in g.window.values()])):
         if twice := [f for n, f in enumerate(found) if f in found[:n]]:
             raise BadSetup(f"{what} {twice[0]} stands twice")
     return config

@@ -86,6 +86,7 @@ class Sysfs:
 
     def __init__(self, root: str = "/sys", *, writable: bool = True) -> None:
         self._devices, self._writable = f"{root}/bus/pci/devices", writable
+        self._map = "/proc/iomem" if root == "/sys" else f"{root}/iomem"
 
     def space(self, address: str) -> SysfsSpace:
         """See Bus."""
@@ -95,6 +96,19 @@ class Sysfs:
         """See Bus. The real path of a device names all that is above it."""
         above = os.path.realpath(f"{self._devices}/{address}", strict=True).split("/")[:-1]
         return [part for part in above if is_address(part)]
+
+    def addresses(self) -> list[str]:
+        """Of all devices."""
+        return sorted(filter(is_address, os.listdir(self._devices)))
+
+    def memory(self) -> list[tuple[int, int]]:
+        """First and last address of each stretch of RAM; only root is told (proc(5), /proc/iomem)."""
+        try:
+            with open(self._map, encoding="ascii") as file:
+                found = [line.split()[0].split("-") for line in file if line.rstrip().endswith(": System RAM")]
+        except OSError:
+            return []
+        return [(int(first, 16), int(last, 16)) for first, last in found if int(last, 16)]
 
     def resources(self, address: str) -> list[tuple[int, int, int]]:
         """First and last address and flags of each of the 6 BARs, as the kernel sized them. Raises OSError."""

@@ -60,6 +60,7 @@ def _make_bridge(path: Path, device: Path) -> None:
     regs[0x0E] = 0x01
     regs[0x20:0x30] = bytes.fromhex("00f800f8 01000100 38000000 39000000")
     (device / "config").write_bytes(regs)
+    (device / "resource").write_text(f"{0:#018x} {0:#018x} {0:#018x}\n" * 17)
     _link(path, device)
 
 

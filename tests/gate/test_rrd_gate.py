@@ -334,6 +334,20 @@ def test_check_shows_the_box_and_touches_nothing(gate: RrdGate, sysfs: Path) -> 
     assert "WRONG: die 5 (0000:09:00.0) is not on the bus: No such file or directory" in checked.stdout
 
 
+def test_check_sees_who_has_the_windows_addresses_already(gate: RrdGate, sysfs: Path) -> None:
+    (sysfs / "iomem").write_text("00001000-0009fbff : System RAM\n"
+                                 f"{WINDOW[0] - 4096:08x}-{WINDOW[0]:08x} : System RAM\n"
+                                 "  01000000-02000000 : Kernel code\n")
+    disk = sysfs / "bus/pci/devices" / "0000:0a:00.0"
+    disk.mkdir()
+    (disk / "resource").write_text(f"{WINDOW[1] + 8:#018x} {WINDOW[1] + 9:#018x} 0x0000000000040200\n")
+    checked = gate.run("--check")
+    assert checked.returncode == 78
+    said = checked.stdout
+    assert "WRONG: bar0 of the window, 0xf8000000-0xf800000f, overlaps the machine's memory, 0xf7fff000-" in said
+    assert "WRONG: bar1 of the window, 0x3800000000-0x380000000f, overlaps what 0000:0a:00.0 has" in said
+
+
 # --- how small it is ---
 
 

@@ -58,6 +58,8 @@ def test_users_and_groups_that_are_not_there_let_nobody_in(tmp_path: Path) -> No
     (GOOD + "bar3 = 0", "`group[0].window.bar3` must be an address"),
     (GOOD.replace("07:00.0", "7:0"), "`group[0].dies.1` must be a PCI address such as \"0000:05:00.0\", not '7:0'"),
     (GOOD.replace("07:00.0", "06:00.0"), "PCI address 0000:06:00.0 stands twice"),
+    (GOOD + GOOD.replace("06:00", "08:00").replace("07:00", "09:00").replace("0 =", "2 =").replace("1 = \"", "3 = \""),
+     "window address 0xf8000000 stands twice"),
     (GOOD.replace("07:00.0", "../../../../etc"), "`group[0].dies.1` must be a PCI address"),
     (GOOD.replace('1 = "07', '"../1" = "07'), "`group[0].dies` has a die '../1', which is no name"),
     (GOOD + PROGRAMS.replace('"2"', '"0"'), "die 0 stands twice"),

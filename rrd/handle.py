@@ -26,6 +26,8 @@ ASK_SECONDS, ABORT_SECONDS, KILL_SECONDS = 10.0, 5.0, 10.0
 """The rungs of the ladder: how long a worker has to end after being asked, aborted, and killed."""
 BIRTH_SECONDS = 120.0
 """How long a fork may take, torch's import on a cold disk included."""
+LISTEN_SECONDS = 5.0
+"""A silence is counted in parts of so long."""
 EXIT_SECONDS = 2.0
 """How long after the end of its socket a worker's exit status may take."""
 
@@ -223,13 +225,24 @@ class Worker:
                 self._news.clear()
                 if not self.alive:
                     raise self._gone()
-                await asyncio.wait_for(self._news.wait(), patience())
+                await self._wait_for_news(patience)
             return self._answer
         except asyncio.TimeoutError:
             await self.end_now(f"reported nothing for {patience():.0f} s")
             raise self._gone() from None
         finally:
             self._awaited = ()
+
+    async def _wait_for_news(self, patience: Callable[[], float]) -> None:
+        """Raises TimeoutError after ``patience()`` seconds of silence. Those in which we did not run ourselves (the
+        machine was frozen, or had no memory left) do not count: the worker did not run in them either."""
+        silent = 0.0
+        while (most := min(LISTEN_SECONDS, patience() - silent)) > 0:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._news.wait(), most)
+                return
+            silent += most
+        raise asyncio.TimeoutError
 
     def _gone(self) -> WorkerGone:
         return WorkerGone(self.end or "the worker is not running")

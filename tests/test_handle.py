@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
@@ -489,3 +490,19 @@ def test_a_request_given_up_leaves_no_worker_behind() -> None:
         await n.stop()
 
     run(scene())
+
+
+def test_a_machine_that_was_frozen_does_not_count_as_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Suspended, paused by its host, or out of memory: the worker did not run either."""
+    monkeypatch.setattr(handle, "LISTEN_SECONDS", 0.05)
+
+    async def scene() -> None:
+        worker, loop = Worker(Nursery(), {}, print), asyncio.get_running_loop()
+        loop.call_later(0.01, time.sleep, 0.6)
+        loop.call_later(0.65, worker.nudge)
+        await worker._wait_for_news(lambda: 0.3)
+        worker._news.clear()
+        with pytest.raises(asyncio.TimeoutError):
+            await worker._wait_for_news(lambda: 0.3)
+
+    asyncio.run(scene())

@@ -85,5 +85,12 @@ def test_a_nursery_and_its_workers(tmp_path: Path) -> None:
         await another.stop()
         assert another.end == "the worker closed its socket"  # whose exit status nobody knows any more
 
+        stuck = await worker(orphans := Nursery())
+        assert stuck.pid and orphans._control and orphans._process
+        os.kill(stuck.pid, signal.SIGSTOP)  # it would keep its jobs' locks from the next daemon
+        orphans._control.shutdown(2)  # as if this one had been killed
+        await until_ended(stuck.pid)
+        await asyncio.wait_for(orphans._process.wait(), 60)
+
     asyncio.run(asyncio.wait_for(scene(), 200))
     assert {type(m) for m in heard} == {Ready, Evicted}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pwd
@@ -116,11 +117,17 @@ class Host:
             return None
 
 
+def _own_name() -> str:
+    with contextlib.suppress(KeyError):  # in a container, a user may be a mere number
+        return pwd.getpwuid(os.geteuid()).pw_name
+    return f"user {os.geteuid()}"
+
+
 class Reader:
     """A user, and what that user may do to files, as the kernel itself answers."""
 
     def __init__(self, user: pwd.struct_passwd | None) -> None:
-        self.user, self.name = user, user.pw_name if user else pwd.getpwuid(os.geteuid()).pw_name
+        self.user, self.name = user, user.pw_name if user else _own_name()
 
     def may_read(self, path: Path) -> bool:
         return self._test("-r", path) and (not path.is_dir() or self._test("-x", path))

@@ -290,6 +290,8 @@ def pages() -> dict[str, str]:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) not in (2, 3):
+        sys.exit("usage: python -m rrd.cli.manual DIR [rrd-setup]")
     every = pages()
     if sys.argv[2:]:
         every["man8/rrd-setup.8"] = rrd_setup_8(sys.argv[2])

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rrd import __version__, durable
+from rrd import __version__, durable, history
 from rrd.config import Config, is_service
 from rrd.control import Control
 from rrd.errors import BadJob, Denied, RrdError
@@ -106,7 +106,9 @@ class Daemon:
         for fault in faults:
             self.journal.event(Kind.LEDGER, "error", fault, hint="the job goes on from its checkpoints")
         specs, accepted = await asyncio.to_thread(_accepted, self.config, ledger, records)
-        self.intake.restore(records, specs)
+        pasts = await asyncio.to_thread(
+            lambda: {job: history.newest(ledger.dir(job), record.announced_step) for job, record in records.items()})
+        self.intake.restore(records, specs, pasts)
         if self.until_done:
             self.scheduler.try_again()
         self.spool = Spool(self.config, accepted=accepted)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 from rrd import checkpoint, toml
+from rrd.history import History
 from rrd.job import JobSpec, changes, identity, output_of, with_live
 from rrd.journal import Kind
 from rrd.ledger import Record
@@ -23,8 +27,10 @@ class Intake:
         self._gone: dict[str, Job] = {}
         scheduler.gone = lambda job: self._gone.update({job.id: job})
 
-    def restore(self, records: dict[str, Record], specs: dict[str, JobSpec]) -> None:
-        """Take over the ledger's records. A record without a readable job file waits for the spool to bring one."""
+    def restore(self, records: dict[str, Record], specs: dict[str, JobSpec],
+                pasts: Mapping[str, History] = MappingProxyType({})) -> None:
+        """Take over the ledger's records, and the ends of their histories. A record without a readable job file waits
+        for the spool to bring one."""
         s = self.scheduler
         for job_id, record in records.items():
             if job_id not in specs:
@@ -36,6 +42,8 @@ class Intake:
             if record.state is JobState.PAUSED and not job.paused:
                 record.state = JobState.WAITING  # for its disk; whether that has room, it will find out
             job.step = job.saved_step = record.announced_step
+            if past := pasts.get(job_id):
+                job.remember(past)
             (self._gone if record.state is JobState.REMOVED else s.jobs)[job_id] = job
 
     def apply(self, scan: Scan) -> None:

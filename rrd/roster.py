@@ -12,6 +12,7 @@ from fractions import Fraction
 from statistics import median
 from typing import NamedTuple
 
+from rrd.history import History
 from rrd.job import JobSpec
 from rrd.ledger import Record
 from rrd.messages import CommitFailed, Committed, Evaluated, Loaded, Message, Prepared, Progress, Run, Step, VisitDone
@@ -210,6 +211,16 @@ class Job:
         return max(least, 10 * self.step_seconds)
 
     # --- what it is told ---
+
+    def remember(self, past: History) -> None:
+        """Take over what it came to before the daemon was started."""
+        for step in past.steps:
+            self.lr = step.lr
+            if step.loss is not None:
+                self.loss = step.loss
+                self.losses.append(step.loss)
+        if past.evals:
+            self.eval_loss = past.evals[-1][1]
 
     def hear(self, report: Message, wall: float, now: float) -> None:
         """Take in one report of its worker; ``wall`` is Unix time, ``now`` monotonic."""

@@ -173,6 +173,11 @@ def test_a_day_with_two_jobs(tmp_path: Path) -> None:
         write_job(b.jobs_dir, "a", **{**keys, "max_steps": 10})
         write_job(b.jobs_dir, "b", **{**keys, "max_steps": 10})
         b.wait_done("a", "b")
+        done = b.job("a")
+        assert b.stop() == 0
+        b.start()
+        again = b.wait_state("a", "done")
+        assert done and (again.loss, again.losses) == (done.loss, done.losses), "what it came to is not forgotten"
         assert b.stop() == 0
     assert "Traceback" not in b.tail(10**7)
     assert steps(b, "a")[:3] == [1, 2, 3]

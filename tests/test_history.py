@@ -8,7 +8,7 @@ from pathlib import Path
 from boxes import box, toy_keys, write_job
 from pasts import START, make_past, write
 
-from rrd.history import Mark, read, rows, smooth, thin
+from rrd.history import Mark, newest, read, rows, smooth, thin
 
 
 def test_all_of_it_is_there(tmp_path: Path) -> None:
@@ -84,3 +84,14 @@ def test_after_kills_no_step_is_there_twice(tmp_path: Path) -> None:
         lines = (b.state / "jobs" / "a" / "history.jsonl").read_text().splitlines()
     assert [s.step for s in h.steps] == list(range(1, 31)) and len(lines) == 30
     assert any(m.kind == "resumed" for m in h.marks)
+
+
+def test_the_newest_lines_are_read_alone_and_only_those_that_count(tmp_path: Path) -> None:
+    line = '{{"step": {0}, "loss": {0}.5, "lr": 0.1, "grad_norm": 1.0, "tokens": 8, "seconds": 0.1}}\n'
+    text = "".join(line.format(n) + (f'{{"step": {n}, "eval_loss": {n}.25}}\n' if n % 50 == 0 else "")
+                   for n in range(1, 1001))
+    (tmp_path / "history.jsonl").write_text(text + '{"step": 1001, "lo')
+    past = newest(tmp_path, 990, size=8000)
+    assert 20 < len(past.steps) < 100 and [s.step for s in past.steps][-1] == 990
+    assert past.evals[-1] == (950, 950.25)
+    assert newest(tmp_path / "none", 5).steps == []

@@ -83,6 +83,12 @@ def where_all(command: F) -> F:
     return _options(command, hidden=False)
 
 
+def _named(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+    if value == "":
+        raise click.BadParameter("is empty; a variable that is not set?")
+    return value
+
+
 def _options(command: F, *, hidden: bool) -> F:
     import functools
 
@@ -92,11 +98,11 @@ def _options(command: F, *, hidden: bool) -> F:
         return command(*args, where=Where(**given), **kwargs)
 
     options = [
-        click.option("-c", "--config-file", metavar="FILE", help="rrd.toml to use."),
-        click.option("--state", metavar="DIR", help="A state directory of one's own, with all else below it."),
-        click.option("--jobs-dir", metavar="DIR", hidden=hidden, help="Directory of the job files."),
-        click.option("--cache-dir", metavar="DIR", hidden=hidden, help="Directory of what may be deleted any time."),
-        click.option("--run-dir", metavar="DIR", hidden=hidden, help="Directory of the control socket."),
+        click.option("-c", "--config-file", metavar="FILE", callback=_named, help="rrd.toml to use."),
+        click.option("--state", metavar="DIR", callback=_named, help="A state directory of one's own, with all else below it."),
+        click.option("--jobs-dir", metavar="DIR", callback=_named, hidden=hidden, help="Directory of the job files."),
+        click.option("--cache-dir", metavar="DIR", callback=_named, hidden=hidden, help="Directory of what may be deleted any time."),
+        click.option("--run-dir", metavar="DIR", callback=_named, hidden=hidden, help="Directory of the control socket."),
     ]
     decorated: Any = collected
     for option in reversed(options):

@@ -97,12 +97,15 @@ def _options(command: F, *, hidden: bool) -> F:
         given = {k: kwargs.pop(k) for k in Where.__dataclass_fields__}
         return command(*args, where=Where(**given), **kwargs)
 
+    def path(*names: str, what: str, metavar: str = "DIR", hidden: bool = hidden) -> Any:
+        return click.option(*names, metavar=metavar, callback=_named, hidden=hidden, help=what)
+
     options = [
-        click.option("-c", "--config-file", metavar="FILE", callback=_named, help="rrd.toml to use."),
-        click.option("--state", metavar="DIR", callback=_named, help="A state directory of one's own, with all else below it."),
-        click.option("--jobs-dir", metavar="DIR", callback=_named, hidden=hidden, help="Directory of the job files."),
-        click.option("--cache-dir", metavar="DIR", callback=_named, hidden=hidden, help="Directory of what may be deleted any time."),
-        click.option("--run-dir", metavar="DIR", callback=_named, hidden=hidden, help="Directory of the control socket."),
+        path("-c", "--config-file", metavar="FILE", hidden=False, what="rrd.toml to use."),
+        path("--state", hidden=False, what="A state directory of one's own, with all else below it."),
+        path("--jobs-dir", what="Directory of the job files."),
+        path("--cache-dir", what="Directory of what may be deleted any time."),
+        path("--run-dir", what="Directory of the control socket."),
     ]
     decorated: Any = collected
     for option in reversed(options):

@@ -121,3 +121,9 @@ def test_a_terminal_without_utf8_ends_no_command(tmp_path: Path) -> None:
     result = _rrd("check", str(job), "--state", str(tmp_path / "s"), PYTHONIOENCODING="latin-1")
     assert result.returncode == 0, result.stderr
     assert "\\u65e5\\u672c" in result.stdout
+
+
+def test_an_empty_path_is_not_the_current_directory(tmp_path: Path) -> None:
+    result = _rrd("status", "--state", "")
+    assert result.returncode == 2
+    assert "a variable that is not set?" in result.stderr

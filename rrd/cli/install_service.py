@@ -16,6 +16,7 @@ from pathlib import Path
 import click
 
 from rrd.cli.show import say
+from rrd.durable import replace_file
 from rrd.errors import BadConfig, Denied, RrdError
 
 PACKAGED = "/usr/lib/rrd/venv/bin"
@@ -116,11 +117,10 @@ def _unreachable(path: Path) -> str:
 
 
 def _write(path: Path, text: str) -> None:
+    """Durably: after a power cut, systemd takes an empty unit for one that is masked."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.new")
-    beside.write_text(text)
-    beside.chmod(0o644)
-    beside.rename(path)
+    replace_file(path, text.encode())
+    path.chmod(0o644)
 
 
 def _settle() -> None:

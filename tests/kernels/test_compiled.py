@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import locale
 import re
 from pathlib import Path
 
@@ -91,3 +92,10 @@ def test_the_documented_table_is_what_the_compiler_says() -> None:
     if made.version != (11, 8):
         pytest.skip(f"the table is of NVRTC 11.8, and this is {made}")
     assert table() in DOCS.read_text(encoding="utf-8")
+
+
+def test_the_compiler_leaves_the_locale_as_it_was() -> None:
+    """NVRTC's own "C" would make Python open every later file as ASCII."""
+    before = locale.getpreferredencoding(False)
+    nvrtc.find("sm_61").compile("pack", source("pack").text, "sm_61")
+    assert locale.getpreferredencoding(False) == before

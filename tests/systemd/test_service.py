@@ -157,6 +157,7 @@ def test_reboots_and_power_cuts_change_no_byte(service: Service) -> None:
     """One job straight through; the same once more with a reboot and two power cuts, each in the middle of a save."""
     machine, length = service.machine, {"max_steps": 60, "grad_accum": 4}
     service.systemctl("enable", "rrd")
+    machine.run("sync")  # systemctl's own link is not durable yet
     service.drop("straight", **length, checkpoint_every=1000)
     service.wait_done("straight")
     service.drop("shaken", **length, checkpoint_every=1, steps_per_visit=1)

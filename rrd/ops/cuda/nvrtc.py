@@ -6,6 +6,7 @@ needs 11.x. A cubin runs under drivers of its own major version or newer.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import importlib.util
@@ -76,7 +77,8 @@ class Nvrtc:
         return frozenset(f"sm_{number}" for number in numbers)
 
     def _call(self, function: str, *args: object) -> None:
-        status = getattr(self._library, function)(*args)
+        with _locale_kept():
+            status = getattr(self._library, function)(*args)
         if status:
             self._library.nvrtcGetErrorString.restype = ctypes.c_char_p
             raise NoKernels(f"{function}: {self._library.nvrtcGetErrorString(status).decode()}")
@@ -106,6 +108,18 @@ class Nvrtc:
 
     def _text(self, program: ctypes.c_void_p, what: str) -> str:
         return self._bytes(program, what).rstrip(b"\0").decode(errors="replace")
+
+
+@contextlib.contextmanager
+def _locale_kept() -> Iterator[None]:
+    """NVRTC leaves this thread in the locale "C", in which Python then opens files as ASCII."""
+    libc = ctypes.CDLL(None)
+    libc.uselocale.restype, libc.uselocale.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+    before = libc.uselocale(None)
+    try:
+        yield
+    finally:
+        libc.uselocale(before)
 
 
 # ---- which one -------------------------------------------------------------------------------------------------------

@@ -50,6 +50,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
         return root, b.adapter("plain")
 
 
+@pytest.mark.slow  # sixteen workers with deadlines want a quiet box
 def test_whatever_befalls_a_worker_its_job_ends_with_the_same_adapter(tmp_path: Path, plain: tuple[Path, str]) -> None:
     inputs, expected = plain
     memory = [{"job": "memory", "at": "step 6", "do": ["oom", 40], "times": 2}]

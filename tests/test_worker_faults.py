@@ -50,7 +50,6 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
         return root, b.adapter("plain")
 
 
-@pytest.mark.slow  # sixteen workers with deadlines want a quiet box
 def test_whatever_befalls_a_worker_its_job_ends_with_the_same_adapter(tmp_path: Path, plain: tuple[Path, str]) -> None:
     inputs, expected = plain
     memory = [{"job": "memory", "at": "step 6", "do": ["oom", 40], "times": 2}]
@@ -67,11 +66,13 @@ def test_whatever_befalls_a_worker_its_job_ends_with_the_same_adapter(tmp_path: 
         env = faulty_worker.write(tmp_path / "faults" / "script.json", *memory, *lost, *killer, *once)
         for i, name in enumerate(names):
             write_job(b.jobs_dir, name, **toy_keys(inputs, **KEYS, die=i))
-        for name in ("lost", "kernels"):
-            write_job(b.jobs_dir, name, **toy_keys(inputs, **KEYS))
         for name in ("killer", "mate"):
             write_job(b.jobs_dir, name, **toy_keys(inputs, **KEYS, die=len(silent) + rest - 1))
         b.start(**env)
+        b.wait(lambda s: len(s.jobs) == len(names) + 2 and all(
+            j.state in ("loading", "running", "done") for j in s.jobs if j.id in names), "each on its own die")
+        for name in ("lost", "kernels"):  # only now: else they might take, and lose, a die that another job is bound to
+            write_job(b.jobs_dir, name, **toy_keys(inputs, **KEYS))
         b.wait_state("killer", "failed")
         b.wait_done(*names, "lost", "kernels", "mate")
         for name in [*names, "lost", "kernels", "mate"]:

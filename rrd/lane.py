@@ -210,7 +210,6 @@ class Lane:
         try:
             await Visit(self, job, die, await self._worker(die)).take(turn)
             if job.steps_run > before:  # a load alone says little: dies that load well may still die in a step
-                die.works(self.monotonic())
                 self.rotation.granted(die.name)
         finally:
             die.visits.append(VisitView(job=job.id, start=die.since, end=self.wall(), steps=job.steps_run - before,

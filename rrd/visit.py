@@ -62,7 +62,7 @@ class Visit:
         if not isinstance(answer, VisitDone):
             return
         if answer.steps:
-            self.die.suspect = ""  # it can still train
+            self.die.works(lane.monotonic())  # even if what follows kills its worker
         lane.busy_seconds += answer.seconds
         lane.host.visited(job, self.die, turn, answer)
         if lane.stopping or job.owes_evaluation:

@@ -51,7 +51,8 @@ def run(plan: Plan, portions: Sequence[Range], *, count: int, lock: IO[bytes], a
     waiting, by_number = list(reversed(portions)), {p.number: p for p in portions}
     with _started(plan, count, lock) as crew, selectors.DefaultSelector() as ready:
         for member in crew[: len(portions)]:
-            ready.register(member.process.stdout or sys.stdin, selectors.EVENT_READ, member)
+            assert member.process.stdout
+            ready.register(member.process.stdout, selectors.EVENT_READ, member)
             member.make(waiting.pop())
         busy = min(len(crew), len(portions))
         while busy:

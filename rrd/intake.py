@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from rrd import checkpoint, toml
 from rrd.history import History
-from rrd.job import JobSpec, changes, identity, output_of, with_live
+from rrd.job import INPUT_KEYS, JobSpec, changes, identity, output_of, with_live
 from rrd.journal import Kind
 from rrd.ledger import Record
 from rrd.roster import Job, Leave
@@ -84,6 +84,10 @@ class Intake:
         if refused and self._untouched(job):
             taken, refused = taken | refused, set()
             s.replace(job, file.spec, file.output)
+        elif refused and job.state is JobState.FAILED and identity(job.spec) == identity(file.spec):
+            taken, refused = taken | refused, set()  # nothing of it runs that could not follow
+            job.restart = file.spec, False
+            s.end(job, Leave(JobState.WAITING))
         elif taken:
             job.spec = with_live(job.spec, file.spec)
         self._note_refused(job, file.spec, refused)
@@ -103,8 +107,9 @@ class Intake:
         anew = bool(refused) and identity(job.spec) != identity(spec)
         why = "it would change what is being trained" if anew else "a running job does not take it over"
         job.refusal = f"the edit of {keys} is not in force: {why}" if refused else ""
-        job.refusal_hint = (f"`rrd restart {job.id}` takes it over, from "
-                            + ("step 0" if anew else "the newest checkpoint")) if refused else ""
+        where = ("step 0" if anew else "the newest checkpoint" if refused.isdisjoint(INPUT_KEYS)
+                 else "the newest checkpoint if what lies there is the same")
+        job.refusal_hint = f"`rrd restart {job.id}` takes it over, from {where}" if refused else ""
         if job.refusal and job.refusal != before:
             self.scheduler.say(Kind.EDIT_REFUSED, job.refusal, job, level="warning", hint=job.refusal_hint)
 

@@ -1,8 +1,8 @@
 """The job file: what to train, on what, how. Every rule about it is here; nothing here touches the disk but by name.
 
-A job file is flat TOML named ``<id>.toml``. Keys fall into three kinds (``docs/job-file.md``): *live* keys apply to a
-running job at its next step, *restart* keys at ``rrd restart JOB``, which carries on from the checkpoint, and
-*identity* keys say which numbers come out, so that changing one means training from step 0.
+A job file is flat TOML named ``<id>.toml``. Keys are of several kinds (``docs/job-file.md``): *live* keys apply to a
+running job at its next step; *restart* keys, and those that name inputs, at ``rrd restart JOB``, which carries on from
+the checkpoint; *identity* keys say which numbers come out, so that changing one means training from step 0.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ RESTART_KEYS = frozenset({"output", "eval_data", "export_merged", "resume", "ten
 """Keys that ``rrd restart`` takes over while carrying on from the checkpoint: no training step depends on them."""
 
 INPUT_KEYS = ("model", "data", "tokenizer", "eval_data", "init_adapter")
-"""Keys that name what a job reads."""
+"""Keys that name what a job reads. Not the path but the content is part of its identity, which its worker checks: what
+is read may move, to another directory or box."""
 PATH_KEYS = (*INPUT_KEYS, "output")
 
 Steps = Annotated[int, Field(ge=1, le=MAX_STEPS)]
@@ -232,12 +233,14 @@ def to_toml(job: JobSpec | Mapping[str, object]) -> str:
 
 
 def identity_keys(spec: JobSpec) -> dict[str, Any]:
-    """The keys that decide which numbers training produces, normalized: what means the same is the same.
+    """The keys that decide, together with what the inputs hold, which numbers training produces; normalized: what means
+    the same is the same.
 
     Keys at their default are left out, so that a key added by a later rrd does not orphan older checkpoints (and
     therefore a default, once released, never changes).
     """
-    kept = spec.model_dump(mode="json", exclude=set(LIVE_KEYS | PLACE_KEYS | RESTART_KEYS), exclude_defaults=True)
+    others = {*LIVE_KEYS, *PLACE_KEYS, *RESTART_KEYS, *INPUT_KEYS}
+    kept = spec.model_dump(mode="json", exclude=others, exclude_defaults=True)
     if spec.method == "full":
         return {k: v for k, v in kept.items() if not k.startswith("lora_")}
     targets = {"lora_targets": sorted(spec.lora_targets)} if spec.lora_targets else {}

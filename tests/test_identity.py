@@ -99,3 +99,32 @@ def test_a_base_that_changes_under_its_job_is_refused_even_by_a_compatible_one(t
         weights.write_bytes(old)
         b.ask("reload")
         b.wait_job("a", lambda j: j.state == "running" and j.step > 7)
+
+
+def test_model_and_data_may_move_and_must_stay_the_same(tmp_path: Path) -> None:
+    keys = toy_keys(tmp_path, max_steps=300, steps_per_visit=1)
+    with box(tmp_path / "straight", "cpu_dies = 1\n") as b:
+        write_job(b.jobs_dir, "a", **keys)
+        b.start()
+        b.wait_done("a")
+        wanted = digest_of(b.state / "adapters" / "a")
+    with box(tmp_path / "moved", "cpu_dies = 1\n") as b:
+        write_job(b.jobs_dir, "a", **keys)
+        half_way(b, "a")
+        model = Path(str(keys["model"])).rename(tmp_path / "new-model")
+        data = Path(str(keys["data"])).rename(tmp_path / "new-data.jsonl")
+        other = tmp_path / "other.jsonl"
+        other.write_bytes(data.read_bytes()[: data.stat().st_size // 2])
+        b.start()
+        b.wait_state("a", "failed")
+        write_job(b.jobs_dir, "a", **{**keys, "model": str(model), "data": str(other)})
+        failed = b.wait_job("a", lambda j: j.state == "failed" and "other text" in j.why)
+        assert str(other) in failed.why and "--fresh" in failed.hint
+        write_job(b.jobs_dir, "a", **{**keys, "model": str(model), "data": str(data)})
+        b.wait_job("a", lambda j: j.state == "running")
+        data = data.rename(tmp_path / "third.jsonl")  # while it runs, which it does not need any more
+        write_job(b.jobs_dir, "a", **{**keys, "model": str(model), "data": str(data)})
+        b.wait_job("a", lambda j: "if what lies there is the same" in j.hint)
+        assert b.ask("restart", job="a").endswith("from its newest checkpoint")
+        b.wait_done("a")
+        assert digest_of(b.state / "adapters" / "a") == wanted

@@ -221,14 +221,15 @@ def test_ids(name: str, job_id: str | None) -> None:
 def test_identity_ignores_what_changes_no_number() -> None:
     same = job.identity(spec())
     for keys in ({"weight": 3.0}, {"die": 1}, {"output": "/o"}, {"lora_alpha": 64.0}, {"resume": "compatible"},
-                 {"max_steps": 3}, {"lora_rank": 32}, {"eval_data": "/e"}, {"keep": 9}, {"export_merged": True}):
+                 {"max_steps": 3}, {"lora_rank": 32}, {"eval_data": "/e"}, {"keep": 9}, {"export_merged": True},
+                 {"model": "/moved"}, {"data": "/moved.txt"}, {"tokenizer": "/moved.json"}, {"init_adapter": "/moved"}):
         assert job.identity(spec(**keys)) == same, keys
     assert job.identity(spec(lora_targets=["a", "b"])) == job.identity(spec(lora_targets=["b", "a"]))
     assert job.identity(spec(method="full")) == job.identity(spec(method="full", lora_rank=8))
 
 
 def test_identity_changes_with_every_identity_key() -> None:
-    other: dict[str, object] = {"model": "/m2", "data": "/d2", "lora_rank": 8, "lora_alpha": 1.0, "seed": 1, "lr": 0.1,
+    other: dict[str, object] = {"lora_rank": 8, "lora_alpha": 1.0, "seed": 1, "lr": 0.1,
                                 "quantize": True, "lora_targets": ["q_proj"], "betas": [0.8, 0.9], "dtype": "float32"}
     hashes = {job.identity(spec(**{k: v})) for k, v in other.items()}
     assert len(hashes | {job.identity(spec())}) == len(other) + 1
@@ -236,7 +237,7 @@ def test_identity_changes_with_every_identity_key() -> None:
 
 def test_an_identity_written_down_long_ago_still_holds() -> None:
     """Checkpoints carry it: changing the normalization, or any default, orphans them all."""
-    assert job.identity(spec()) == "43cd002b1d67410ba9213e9c116b18cfbdf30a7e70d36e2cd0119e1debf72230"
+    assert job.identity(spec()) == "eb55066e48e49af263f324db507051df6af20188efbe4a18d41302c03608fee7"
 
 
 def test_every_key_is_of_one_kind_only() -> None:
@@ -367,7 +368,8 @@ def test_the_documentation_names_every_key_and_its_kind() -> None:
     rows = {line.split("|")[1].strip(" `"): line for line in doc.splitlines() if line.startswith("| `")}
     for key, field in JobSpec.model_fields.items():
         kind = ("live" if key in job.LIVE_KEYS else "next place" if key in job.PLACE_KEYS
-                else "restart" if key in job.RESTART_KEYS else "identity")
+                else "restart" if key in job.RESTART_KEYS
+                else "content" if key in job.INPUT_KEYS else "identity")
         assert f"| {kind} |" in rows[key], key
         assert f"| {field.description} |".replace("\n", " ") in rows[key], key
     assert rows.keys() == JobSpec.model_fields.keys()

@@ -18,7 +18,7 @@ from rrd import checkpoint, durable
 from rrd import job as jobs
 from rrd.durable import Bytes
 from rrd.errors import BadJob, Damaged, DiskTrouble
-from rrd.job import JobSpec
+from rrd.job import INPUT_KEYS, JobSpec
 from rrd.messages import Load
 from rrd.models import Base, dtypes, load_base
 from rrd.models.files import inspect
@@ -33,9 +33,6 @@ from rrd.train.trainer import Evaluation, Trainer
 from rrd.worker.tensorboard import EventFile
 
 COMPATIBLE = '`resume = "compatible"` in the job file goes on all the same'
-
-PLACES = frozenset({"model", "data", "tokenizer", "eval_data", "init_adapter"})
-"""Keys that say where something lies. What it is, its digest says: a job may move to another box, or directory."""
 
 Alive = Callable[[str, float], None]
 """Called during long work with what it is and the share done: the heartbeat."""
@@ -265,13 +262,16 @@ def _restore(path: Path, trainer: Trainer, staging: Staging, notes: list[str]) -
 def _check_identity(name: str, saved: dict[str, Any], trainer: Trainer, notes: list[str]) -> None:
     """Raises BadJob where going on would give other numbers than the job would have had; or notes what was given up."""
     now = trainer.identity()
-    was, wanted = ({k: v for k, v in i["job"].items() if k not in PLACES} for i in (saved, now))
+    was, wanted = {k: v for k, v in saved["job"].items() if k not in INPUT_KEYS}, now["job"]  # once, paths were in it
     if was != wanted:
         raise BadJob(f"{name} is of another job: {'; '.join(differences(was, wanted))}",
                      hint="change the job file back, or `rrd restart --fresh` to begin again at step 0")
     if saved["base"] != now["base"]:
         raise BadJob(f"{name} was trained on other weights than are in {trainer.spec.model} now",
                      hint="put those back, or `rrd restart --fresh` to begin again at step 0")
+    if saved["data"] != now["data"] and trainer.spec.resume == "exact":
+        raise BadJob(f"{name} was trained on other text than {trainer.spec.data} gives now",
+                     hint=f"put the data and its tokenizer back, or `rrd restart --fresh`; {COMPATIBLE}")
     changed = differences({**saved, "job": {}}, {**now, "job": {}})
     if changed and trainer.spec.resume == "exact":
         raise BadJob(f"{name} cannot be continued exactly: {'; '.join(changed)}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -44,6 +45,12 @@ ERROR, WARNING, NOTICE, INFO = 3, 4, 5, 6
 
 
 def say(priority: int, text: str) -> None:
-    """One line for the journal, which reads the priority from its front; for a terminal, without."""
+    """One line; for the journal, which reads it from there, with the priority in front."""
     text = "".join(c if c.isprintable() else "?" for c in text)
-    print(text if sys.stderr.isatty() else f"<{priority}>{text}", file=sys.stderr, flush=True)
+    print(f"<{priority}>{text}" if _to_journal() else text, file=sys.stderr, flush=True)
+
+
+def _to_journal() -> bool:
+    """Whether what we say goes there (JOURNAL_STREAM, systemd.exec(5)), and not to a person."""
+    at = os.fstat(2)
+    return os.environ.get("JOURNAL_STREAM") == f"{at.st_dev}:{at.st_ino}"

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from rrd.helper.base import BadSetup, Refusal
 from rrd.helper.bridge import windows
 from rrd.helper.config import GroupConfig, HelperConfig
 from rrd.helper.device import KINDS, WIDE, Bar, Device, Saved
-from rrd.helper.placing import check_bridge, check_window, own_bridges, span
-from rrd.helper.space import Sysfs
-
-IS_MEMORY = 0x200
-"""In the kernel's flags of a resource."""
+from rrd.helper.placing import check_bridge, check_free, check_window, own_bridges, span
+from rrd.helper.space import IS_MEMORY, Sysfs
 
 
 def check(config: HelperConfig, bus: Sysfs) -> int:
     """Print it; 78 if something is wrong, else 0."""
     wrong: list[str] = []
-    who = [*config.allow_users, *(f"group {g}" for g in config.allow_groups)]
-    print(f"may ask: root, {', '.join(who)}")
+    users = dict.fromkeys(["root", *config.allow_users])
+    print("may ask: " + ", ".join([*(f"user {u}" for u in users), *(f"group {g}" for g in config.allow_groups)]))
     for found, names, what in ((config.uids, config.allow_users, "user"), (config.gids, config.allow_groups, "group")):
         if len(found) < len(set(names)):
             wrong.append(f"not every {what} of {', '.join(names)} exists on this machine")
@@ -54,27 +51,13 @@ def _check_pci(group: GroupConfig, bus: Sysfs) -> list[str]:
             wrong.append(str(e))
         except OSError as e:
             wrong.append(f"die {name} ({address}) is not on the bus: {e.strerror or e}")
-    wrong += [f"bar{n} of the window, {span(at.start, len(at))}, overlaps {what}"
-              for n, at in spans.items() for what in _there_already(at, group, bus)]
+    wrong += check_free(spans, group.dies.values(), bus)
     try:
         for bridge in own_bridges(chains, may_switch=group.switch_bridges):
             print(f"  bridge {bridge} is switched")
     except BadSetup as e:
         wrong.append(str(e))
     return wrong
-
-
-def _there_already(window: range, group: GroupConfig, bus: Sysfs) -> Iterator[str]:
-    """What else answers at addresses of ``window``: memory, as far as the kernel tells us, and other devices."""
-    for start, end in bus.memory():
-        if start < window.stop and window.start <= end:
-            yield f"the machine's memory, {span(start, end - start + 1)}"
-    for address in bus.addresses():
-        if address in group.dies.values():
-            continue
-        for first, last, flags in bus.resources(address):
-            if flags & IS_MEMORY and first < window.stop and window.start <= last:
-                yield f"what {address} has, {span(first, last - first + 1)}"
 
 
 def _check_die(device: Device, above: list[str], group: GroupConfig, bus: Sysfs) -> Mapping[int, Bar]:

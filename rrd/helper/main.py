@@ -18,7 +18,7 @@ from rrd.helper.group import Group
 from rrd.helper.kept import Kept
 from rrd.helper.programs import Programs
 from rrd.helper.restore import restore
-from rrd.helper.server import Server, Signals
+from rrd.helper.server import Server, Signals, refuse_all
 from rrd.helper.space import Bus, Sysfs
 from rrd.helper.window import Window
 
@@ -33,12 +33,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.restore:
             return 0 if restore(Kept.load(args.state), Sysfs(args.sysfs)) else 1
-        config = load(args.config)
         if args.check:
             from rrd.helper.check import check
 
-            return check(config, Sysfs(args.sysfs, writable=False))
-        return serve(config, args)
+            return check(load(args.config), Sysfs(args.sysfs, writable=False))
+        return serve(args)
     except BadSetup as e:
         say(ERROR, f"rrd-gate: {e}")
         return BAD_CONFIG
@@ -61,26 +60,39 @@ def _arguments() -> argparse.ArgumentParser:
     return parser
 
 
-def serve(config: HelperConfig, args: argparse.Namespace) -> int:
-    """Serve until a signal. What a helper before this one left behind is put back first; at the end, everything is."""
-    with Signals() as signals, _listener(args.socket, config) as listener:
-        bus, kept = Sysfs(args.sysfs), Kept.load(args.state)
-        if kept.devices or kept.undo:
-            say(NOTICE, "the helper before this one did not end well: putting back what it left")
-            restore(kept, bus)
-        closed = True
+def serve(args: argparse.Namespace) -> int:
+    """Serve until a signal. Whoever has asked already is told what makes that impossible."""
+    if args.socket is not None:
+        config = load(args.config)
+        with Signals() as signals, _bound(args.socket, config) as listener:
+            return _serve(config, args, listener, signals)
+    with Signals() as signals, _handed_over() as listener:
         try:
-            groups = [_group(g, bus, kept) for g in config.groups]
-            for group in groups:
-                group.start()
-            _tell_systemd("READY=1")
-            say(INFO, f"ready: {', '.join(f'{g.name} with dies {chr(32).join(g.dies)}' for g in groups)}")
-            server = Server(listener, groups, users=config.uids | {os.geteuid()}, gids=config.gids, grace=config.grace)
-            closed = server.run(signals)
-            _tell_systemd("STOPPING=1")
-        finally:
-            back = closed and restore(kept, bus)
-        return 0 if back else 1
+            return _serve(load(args.config), args, listener, signals)
+        except BadSetup as e:
+            refuse_all(listener, f"rrd-gate cannot start: {e}")
+            raise
+
+
+def _serve(config: HelperConfig, args: argparse.Namespace, listener: socket.socket, signals: Signals) -> int:
+    """What a helper before this one left behind is put back first; at the end, everything is."""
+    bus, kept = Sysfs(args.sysfs), Kept.load(args.state)
+    if kept.devices or kept.undo:
+        say(NOTICE, "the helper before this one did not end well: putting back what it left")
+        restore(kept, bus)
+    closed = True
+    try:
+        groups = [_group(g, bus, kept) for g in config.groups]
+        for group in groups:
+            group.start()
+        _tell_systemd("READY=1")
+        say(INFO, f"ready: {', '.join(f'{g.name} with dies {chr(32).join(g.dies)}' for g in groups)}")
+        server = Server(listener, groups, users=config.uids | {os.geteuid()}, gids=config.gids, grace=config.grace)
+        closed = server.run(signals)
+        _tell_systemd("STOPPING=1")
+    finally:
+        back = closed and restore(kept, bus)
+    return 0 if back else 1
 
 
 def _group(config: GroupConfig, bus: Bus, kept: Kept) -> Group:
@@ -93,10 +105,8 @@ def _group(config: GroupConfig, bus: Bus, kept: Kept) -> Group:
     return Group(config.name, backend, patience=2 * config.timeout + 0.5)
 
 
-def _listener(path: str | None, config: HelperConfig) -> socket.socket:
-    """The socket that systemd has bound, or one of our own at ``path``. Raises BadSetup."""
-    if path is not None:
-        return _bound(path, config)
+def _handed_over() -> socket.socket:
+    """The socket that systemd has bound. Raises BadSetup."""
     ours = os.environ.pop("LISTEN_PID", "") == str(os.getpid())
     count = os.environ.pop("LISTEN_FDS", "0")
     if not ours or count != "1":
@@ -106,6 +116,7 @@ def _listener(path: str | None, config: HelperConfig) -> socket.socket:
 
 
 def _bound(path: str, config: HelperConfig) -> socket.socket:
+    """One of our own at ``path``. Raises BadSetup."""
     listener = socket.socket(socket.AF_UNIX)
     try:
         if os.path.exists(path) and stat.S_ISSOCK(os.stat(path).st_mode):

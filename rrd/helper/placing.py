@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 
 from rrd.helper.base import BadSetup
 from rrd.helper.bridge import passes_on
 from rrd.helper.device import Bar, Device
+from rrd.helper.space import IS_MEMORY, NOWHERE, Bus
 
 
 def check_window(device: Device, bars: Mapping[int, Bar], window: Mapping[int, int]) -> None:
@@ -31,6 +33,27 @@ def check_window(device: Device, bars: Mapping[int, Bar], window: Mapping[int, i
         if address + bars[number].size > after:
             raise BadSetup(f"bar{number} and bar{other} of the window overlap: "
                            f"{span(address, bars[number].size)} and {span(after, bars[other].size)}")
+
+
+def check_free(spans: Mapping[int, range], dies: Collection[str], bus: Bus) -> list[str]:
+    """A sentence for each thing that answers at addresses of the window already, besides ``dies``."""
+    return [f"bar{number} of the window, {span(at.start, len(at))}, overlaps {what}"
+            for number, at in spans.items() for what in _there_already(at, dies, bus)]
+
+
+def _there_already(window: range, dies: Collection[str], bus: Bus) -> Iterator[str]:
+    """Memory, as far as the kernel tells us, and other devices."""
+    for start, end in bus.memory():
+        if start < window.stop and window.start <= end:
+            yield f"the machine's memory, {span(start, end - start + 1)}"
+    for address in bus.addresses():
+        if address in dies:
+            continue
+        with suppress(OSError):  # it has gone meanwhile
+            for first, last, flags in bus.resources(address):
+                here = flags & IS_MEMORY and not flags & NOWHERE
+                if here and first < window.stop and window.start <= last:
+                    yield f"what {address} has, {span(first, last - first + 1)}"
 
 
 def span(address: int, size: int) -> str:

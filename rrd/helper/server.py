@@ -194,6 +194,18 @@ class _Connection:
             return True
 
 
+def refuse_all(listener: socket.socket, reason: str) -> None:
+    """Answer each connection that waits, once: the last words of a helper that cannot serve."""
+    listener.setblocking(False)
+    with suppress(OSError):
+        while True:
+            sock, _ = listener.accept()
+            with sock, suppress(OSError, ValueError):
+                sock.settimeout(TICK)
+                request = _request(sock.recv(LINE))
+                sock.sendall(json.dumps({"id": request["id"], "ok": False, "reason": reason[:1000]}).encode() + b"\n")
+
+
 def _request(line: bytes) -> dict[str, Any]:
     """Raises ValueError."""
     try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Protocol
 
 IDS = 0x00
@@ -22,6 +23,9 @@ HEADER_TYPE = 0x0E
 """1 byte: 0 a device, 1 a bridge; the top bit means that the device has several functions."""
 BAR = 0x10
 """The first of 6 base address registers, 4 bytes each."""
+
+IS_MEMORY, NOWHERE = 0x200, 0x3000_0000
+"""In the kernel's flags of a resource: it is one of memory space; it has no address, or is off (linux/ioport.h)."""
 
 GONE = 0xFFFFFFFF
 """What a read gives where nobody answers."""
@@ -80,13 +84,22 @@ class Bus(Protocol):
     def bridges(self, address: str) -> list[str]:
         """The addresses of the bridges above it, outermost first. Raises OSError for a device that is not there."""
 
+    def addresses(self) -> list[str]:
+        """Of all devices."""
+
+    def memory(self) -> list[tuple[int, int]]:
+        """First and last address of each stretch of RAM, as far as we are told."""
+
+    def resources(self, address: str) -> list[tuple[int, int, int]]:
+        """First and last address and flags of each of the 6 BARs, as the kernel sized them. Raises OSError."""
+
 
 class Sysfs:
     """The machine's own bus, or a tree that looks like it. Reading takes no privilege."""
 
     def __init__(self, root: str = "/sys", *, writable: bool = True) -> None:
         self._devices, self._writable = f"{root}/bus/pci/devices", writable
-        self._map = "/proc/iomem" if root == "/sys" else f"{root}/iomem"
+        self._map = f"{root}/firmware/memmap"
 
     def space(self, address: str) -> SysfsSpace:
         """See Bus."""
@@ -98,23 +111,29 @@ class Sysfs:
         return [part for part in above if is_address(part)]
 
     def addresses(self) -> list[str]:
-        """Of all devices."""
+        """See Bus."""
         return sorted(filter(is_address, os.listdir(self._devices)))
 
     def memory(self) -> list[tuple[int, int]]:
-        """First and last address of each stretch of RAM; only root is told (proc(5), /proc/iomem)."""
-        try:
-            with open(self._map, encoding="ascii") as file:
-                found = [line.split()[0].split("-") for line in file if line.rstrip().endswith(": System RAM")]
-        except OSError:
-            return []
-        return [(int(first, 16), int(last, 16)) for first, last in found if int(last, 16)]
+        """See Bus. What the firmware told the kernel: unlike /proc/iomem, it is shown without any capability."""
+        found = []
+        with suppress(OSError):  # not every kernel keeps it
+            for entry in os.listdir(self._map):
+                first, last, kind = (_text(f"{self._map}/{entry}/{what}") for what in ("start", "end", "type"))
+                if kind == "System RAM":
+                    found.append((int(first, 16), int(last, 16)))
+        return sorted(found)
 
     def resources(self, address: str) -> list[tuple[int, int, int]]:
-        """First and last address and flags of each of the 6 BARs, as the kernel sized them. Raises OSError."""
+        """See Bus."""
         with open(f"{self._devices}/{address}/resource", encoding="ascii") as file:
             rows = [[int(n, 16) for n in line.split()] for line in file]
         return [(first, last, flags) for first, last, flags in rows[:6]]
+
+
+def _text(path: str) -> str:
+    with open(path, encoding="ascii") as file:
+        return file.read().strip()
 
 
 _ADDRESS = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[01][0-9a-f]\.[0-7]")

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from rrd.helper.base import WARNING, BadSetup, Refusal, say
 from rrd.helper.device import Bar, Device, Fallen, Saved, memory_bars
 from rrd.helper.kept import Kept
-from rrd.helper.placing import check_bridge, check_window, own_bridges
+from rrd.helper.placing import check_bridge, check_free, check_window, own_bridges
 from rrd.helper.space import Bus
 
 
@@ -202,6 +202,9 @@ class Window:
         check_window(device, bars, self._window)
         for bridge in above:
             check_bridge(bridge, device, bars, self._window)
+        spans = {n: range(self._window[n], self._window[n] + bar.size) for n, bar in bars.items()}
+        for taken in check_free(spans, [d.address for d in self._devices.values()], self._bus):
+            raise BadSetup(taken, hint="`rrd-gate --check` lists all that is wrong")
         return [value for number, bar in bars.items() for value in bar.values(self._window[number])]
 
     def _above(self, device: Device) -> list[str]:

@@ -70,6 +70,15 @@ def _link(path: Path, device: Path) -> None:
     link.symlink_to(device)
 
 
+def memory_map(sysfs: Path, *stretches: tuple[int, int]) -> None:
+    """What the firmware has told of the machine's memory: ``stretches`` of RAM, and one that is none."""
+    for n, (first, last, kind) in enumerate([*((*s, "System RAM") for s in stretches), (0, 1 << 40, "Reserved")]):
+        entry = sysfs / "firmware/memmap" / str(n)
+        entry.mkdir(parents=True)
+        for name, text in (("start", f"{first:#x}"), ("end", f"{last:#x}"), ("type", kind)):
+            (entry / name).write_text(text + "\n")
+
+
 def open_dies(sysfs: Path) -> list[str]:
     """The dies whose memory is on."""
     return [n for n, address in ADDRESSES.items()

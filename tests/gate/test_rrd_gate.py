@@ -16,7 +16,18 @@ from pathlib import Path
 
 import pytest
 from gate_benches import CommandBench
-from rrd_gate import ADDRESSES, ROOT, WINDOW, Peer, RrdGate, fake_sysfs, open_dies, pci_config, registers
+from rrd_gate import (
+    ADDRESSES,
+    ROOT,
+    WINDOW,
+    Peer,
+    RrdGate,
+    fake_sysfs,
+    memory_map,
+    open_dies,
+    pci_config,
+    registers,
+)
 
 from rrd.gate import GateRefused, SocketGate
 from rrd.helper.kept import Kept
@@ -304,7 +315,7 @@ def test_without_a_socket_it_says_how_it_is_started() -> None:
     run = subprocess.run([sys.executable, "-m", "rrd.helper", "--config", "/no/such/file"], cwd=ROOT,
                          capture_output=True, text=True, check=False)
     assert run.returncode == 78
-    assert "there is no /no/such/file" in run.stderr
+    assert "no socket was handed over (systemctl start rrd-gate.socket; or, by hand: --socket PATH)" in run.stderr
 
 
 def test_a_socket_of_its_own(tmp_path: Path, sysfs: Path) -> None:
@@ -335,9 +346,7 @@ def test_check_shows_the_box_and_touches_nothing(gate: RrdGate, sysfs: Path) -> 
 
 
 def test_check_sees_who_has_the_windows_addresses_already(gate: RrdGate, sysfs: Path) -> None:
-    (sysfs / "iomem").write_text("00001000-0009fbff : System RAM\n"
-                                 f"{WINDOW[0] - 4096:08x}-{WINDOW[0]:08x} : System RAM\n"
-                                 "  01000000-02000000 : Kernel code\n")
+    memory_map(sysfs, (0x1000, 0x9FBFF), (WINDOW[0] - 4096, WINDOW[0]))
     disk = sysfs / "bus/pci/devices" / "0000:0a:00.0"
     disk.mkdir()
     (disk / "resource").write_text(f"{WINDOW[1] + 8:#018x} {WINDOW[1] + 9:#018x} 0x0000000000040200\n")
@@ -346,6 +355,33 @@ def test_check_sees_who_has_the_windows_addresses_already(gate: RrdGate, sysfs: 
     said = checked.stdout
     assert "WRONG: bar0 of the window, 0xf8000000-0xf800000f, overlaps the machine's memory, 0xf7fff000-" in said
     assert "WRONG: bar1 of the window, 0x3800000000-0x380000000f, overlaps what 0000:0a:00.0 has" in said
+
+
+def test_who_asks_is_told_why_it_cannot_start(tmp_path: Path, sysfs: Path) -> None:
+    """The daemon, and so `rrd status`: after each of its tries, until somebody has mended it."""
+    boot = registers(sysfs)
+    memory_map(sysfs, (WINDOW[0] - 4096, WINDOW[0]))
+    gate = RrdGate(tmp_path, pci_config(), sysfs=sysfs)
+    with contextlib.closing(gate):
+        peers = [Peer(gate.socket) for _ in range(3)]
+        peers[0].send("acquire", "1")
+        peers[1].sock.sendall(b"nonsense\n")
+        peers[2].send("acquire", "2")
+        gate.start(ready=False)
+        for peer in (peers[0], peers[2]):
+            said = peer.answer()
+            assert said["ok"] is False
+            assert said["reason"] == "rrd-gate cannot start: bar0 of the window, 0xf8000000-0xf800000f, overlaps the machine's memory, " \
+                   "0xf7fff000-0xf8000000 (`rrd-gate --check` lists all that is wrong)"
+        assert peers[1].hung_up()
+        assert gate.wait() == 78
+        assert registers(sysfs) == boot
+        (tmp_path / "gate.toml").write_text("x = [")
+        peer = Peer(gate.socket)
+        peer.send("acquire", "1")
+        gate.start(ready=False)
+        assert f"{tmp_path}/gate.toml: not TOML: " in str(peer.answer()["reason"])
+        assert gate.wait() == 78
 
 
 # --- how small it is ---

@@ -171,6 +171,9 @@ class FakeBus:
     """See Bus. ``turned_on`` is called when the helper has turned a device on, ``on_access`` at every access."""
 
     devices: dict[str, FakeDevice] = field(default_factory=dict)
+    ram: list[tuple[int, int]] = field(default_factory=list)
+    seen: dict[str, list[tuple[int, int, int]]] = field(default_factory=dict)
+    """The resources that the kernel knows, by address."""
     turned_on: Callable[[FakeDevice], None] = _nothing
     on_access: Callable[[FakeDevice], None] = _nothing
     die_at: int = -1
@@ -202,6 +205,18 @@ class FakeBus:
             chain.insert(0, above)
             above = self.devices[above].parent
         return chain
+
+    def addresses(self) -> list[str]:
+        """See Bus."""
+        return list(self.devices)
+
+    def memory(self) -> list[tuple[int, int]]:
+        """See Bus."""
+        return self.ram
+
+    def resources(self, address: str) -> list[tuple[int, int, int]]:
+        """See Bus. As it was at boot: the kernel takes no notice of the helper."""
+        return self.seen.get(address, [])
 
     def step(self) -> None:
         if self.steps == self.die_at:

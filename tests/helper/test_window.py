@@ -443,3 +443,23 @@ def test_a_bridge_is_no_die(tmp_path: Path) -> None:
     bus, _ = tree_box()
     with pytest.raises(BadSetup, match=r"die 0 \(0000:10:00.0\) is a bridge"):
         window_over(bus, {"0": "0000:10:00.0"}, tmp_path).start()
+
+
+RAM_THERE = f"{BAR0:#x}-{BAR0 + MIB - 1:#x}"
+
+
+def test_a_window_over_memory_or_another_device_is_refused(tmp_path: Path) -> None:
+    bus, names = flat_box()
+    boot = bus.boot_states()
+    bus.ram = [(0, BAR0 - 1), (BAR0, BAR0 + MIB - 1)]
+    with pytest.raises(BadSetup, match=f"bar0 of the window, .*, overlaps the machine's memory, {RAM_THERE}"):
+        window_over(bus, names, tmp_path).start()
+    assert restore(Kept.load(str(tmp_path / "state.json")), bus)
+    assert bus.boot_states() == boot
+    bus.ram.pop()
+    bus.die("0000:0b:00.0", k80_bars())
+    bus.seen["0000:0b:00.0"] = [(BAR3 + 1, BAR3 + 2, 0x200)]
+    with pytest.raises(BadSetup, match=r"bar3 of the window, .*, overlaps what 0000:0b:00.0 has, 0x3c00000001-"):
+        window_over(bus, names, tmp_path).start()
+    bus.seen["0000:0b:00.0"] = [(0, BAR3, 0x2000_0200), (BAR3, BAR3, 0x100)]  # without an address; of I/O space
+    window_over(bus, names, tmp_path).start()

@@ -13,7 +13,10 @@ import torch
 from machine import Machine
 from service import ADAPTERS, ENDLESS, INPUTS, JOBS, PYTHON, ROOT, SITE, VENV, Service, environment
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("dh") is None,
+MINUTES_10 = 600.0
+"""Seconds that pip may take: without a network it tries again for half a minute, and unpacking torch takes two where
+others train, too."""
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3 * MINUTES_10), pytest.mark.skipif(shutil.which("dh") is None,
                                                    reason="needs debhelper (apt-get install debhelper)")]
 
 
@@ -131,7 +134,7 @@ def wheelhouse(tmp_path_factory: pytest.TempPathFactory, packages: tuple[Path, P
     wheel = next((packages[0].parent / "deb").glob("rrd/wheel/*.whl"))
     fetch = [sys.executable, "-m", "pip", "download", "--quiet", "-d", str(directory), "--timeout", "20"]
     fetched = subprocess.run([*fetch, str(wheel), f"torch=={torch.__version__}"], capture_output=True, text=True,
-                             timeout=280, check=False)
+                             timeout=MINUTES_10, check=False)
     if fetched.returncode != 0:
         pytest.skip(f"needs an index to fetch torch from: {fetched.stderr.strip()[-300:]}")
     return directory
@@ -145,12 +148,12 @@ def test_without_a_network_an_environment_is_made_from_a_directory_of_wheels(
     service = Service(machine)
     try:
         machine.up()
-        said = machine.run("dpkg", "-i", "/srv/rrd.deb")
+        said = machine.run("dpkg", "-i", "/srv/rrd.deb", seconds=MINUTES_10)
         assert "pip could not install what rrd needs" in said and "its Python environment is not" in said
         assert "hint: sudo rrd-setup makes it" in machine.attempt("rrd", "status").stdout
         assert "ConditionFileIsExecutable" in machine.run("systemctl", "status", "rrd", check=False)
         machine.write("/etc/rrd/setup.conf", "TORCH=cpu\nWHEELHOUSE=/srv/wheels\n")
-        machine.run("rrd-setup", seconds=280)
+        machine.run("rrd-setup", seconds=MINUTES_10)
         machine.run("systemctl", "start", "rrd")
         service.drop("first", max_steps=10)
         service.wait_done("first")

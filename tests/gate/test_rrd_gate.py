@@ -371,8 +371,9 @@ def test_who_asks_is_told_why_it_cannot_start(tmp_path: Path, sysfs: Path) -> No
         for peer in (peers[0], peers[2]):
             said = peer.answer()
             assert said["ok"] is False
-            assert said["reason"] == "rrd-gate cannot start: bar0 of the window, 0xf8000000-0xf800000f, overlaps the machine's memory, " \
-                   "0xf7fff000-0xf8000000 (`rrd-gate --check` lists all that is wrong)"
+            assert said["reason"] == (
+                "rrd-gate cannot start: bar0 of the window, 0xf8000000-0xf800000f, overlaps the machine's memory, "
+                "0xf7fff000-0xf8000000 (`rrd-gate --check` lists all that is wrong)")
         assert peers[1].hung_up()
         assert gate.wait() == 78
         assert registers(sysfs) == boot

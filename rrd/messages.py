@@ -99,7 +99,7 @@ class Probe(Message):
 class Yield(Message):
     """End the visit in progress after its step, and an evaluation after its batch. No answer of its own.
 
-    ``urgency`` 1: also give up a load or an export in progress; 2: also the step, at the next micro-step.
+    ``urgency`` 1: also give up a load or an export in progress; 2: also the step, at its next sign of life.
     """
 
     kind: Literal["yield"] = "yield"

@@ -24,6 +24,8 @@ from rrd.text import duration
 
 CRASHES = 3
 """So many worker deaths without a new step, and the job has failed."""
+LONG_SECONDS = 5.0
+"""What takes longer is said, with how far it is."""
 NO_LIMIT = 10**9
 """Steps of a visit that ends by time."""
 
@@ -80,6 +82,9 @@ class Job:
     eval_loss: float | None = None
     lr: float | None = None
     progress: tuple[str, float] | None = None
+    progress_began: float = 0.0
+    progress_at: float = 0.0
+    """Monotonic times of the first and the newest sign of life of what its worker is at."""
     last_step_at: float | None = None
     loaded_at: float | None = None
     told_at: float = float("-inf")
@@ -226,10 +231,12 @@ class Job:
         """Take in one report of its worker; ``wall`` is Unix time, ``now`` monotonic."""
         match report:
             case Step():
+                self.progress = None
                 self._hear_step(report, wall)
             case Evaluated():
-                self.eval_loss = report.loss
+                self.eval_loss, self.progress = report.loss, None
             case VisitDone():
+                self.progress = None
                 self.saving, self.evaluated = self.saving or report.copied, report.evaluated
                 if report.steps:
                     self.visits.append((wall, self.steps_run))
@@ -242,7 +249,9 @@ class Job:
                 self.disk_trouble, self.disk_hint = report.message, report.hint
                 self.tried_step, self.saved_at = report.step, now  # the next try comes a cadence later
             case Progress():
-                self.progress = (report.what, report.share)
+                if self.progress is None:
+                    self.progress_began = now
+                self.progress, self.progress_at = (report.what, report.share), now
             case Prepared():
                 self.record.samples, self.progress = report.samples, None
                 self.needs_bytes, self.base_bytes = report.needs_bytes, report.base_bytes
@@ -314,6 +323,15 @@ class Job:
         rate, total = self.steps_per_minute(), self.total
         return None if not rate or total is None else 60 * max(0, total - self.step) / rate
 
+    @property
+    def doing(self) -> str:
+        """What its worker has been at for some seconds: ``training, step 12: 35%, for 2 min``; empty before."""
+        seconds = self.progress_at - self.progress_began
+        if self.progress is None or seconds < LONG_SECONDS:
+            return ""
+        what, share = self.progress
+        return what + (f": {share:.0%}" if share else "") + f", for {duration(seconds)}"
+
     def line(self, die: str, round: int) -> str:
         """``[round 12] die 3 code-a: step 150/1500 loss 2.34 28.5 steps/min eta 47 min``"""
         parts = [f"[round {round}] die {die} {self.id}: step {self.step}/{self.total}"]
@@ -351,6 +369,8 @@ class Job:
             return f"leaving die {self.die}" + (f": {self.leave.why}" if self.leave.why else ""), self.leave.hint
         if self.record.why:
             return self.record.why, self.record.hint
+        if self.doing:
+            return self.doing, ""
         if self.disk_trouble:
             return f"its last checkpoint was not saved: {self.disk_trouble}", self.disk_hint
         return self.refusal, self.refusal_hint

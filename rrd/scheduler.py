@@ -29,6 +29,7 @@ from rrd.messages import (
     Message,
     OutOfMemory,
     Prepared,
+    Progress,
     Ready,
     Step,
     VisitDone,
@@ -44,6 +45,8 @@ from rrd.text import count, duration
 
 LIVE_SECONDS = 2.0
 """A job's live lines are at least so far apart, the last one excepted: short visits would flood a terminal."""
+LONG_LIVE_SECONDS = 10.0
+"""The same for how far a step, or whatever else takes long, has come."""
 PREPARED_AHEAD = 2
 """Jobs prepared beyond those that have room: the next in line should not keep a die waiting."""
 
@@ -229,6 +232,8 @@ class Scheduler:
             self.changed()  # a job may have waited for just this die
         elif job is None:
             return
+        elif isinstance(report, Progress):
+            self._tell_long(job, die)
         elif isinstance(report, Committed):
             self.keeper.save(job)
             self.meters.save(die.name, report.seconds)
@@ -239,6 +244,12 @@ class Scheduler:
                      job, level="error", hint=report.hint)
         elif isinstance(report, Evaluated):
             self.say(Kind.EVALUATED, f"held-out loss {report.loss:.4f}", job)
+
+    def _tell_long(self, job: Job, die: Die) -> None:
+        now = self.monotonic()
+        if self.live and job.doing and now - job.told_at >= LONG_LIVE_SECONDS:
+            job.told_at = now
+            self.live(f"die {die.name} {job.id}: {job.doing}")
 
     def visited(self, job: Job, die: Die, turn: Turn, done: VisitDone) -> None:
         now = self.monotonic()

@@ -18,6 +18,7 @@ from typing import Any
 
 from faults import Faults
 
+from rrd.models.llama import Block
 from rrd.train import step
 from rrd.train.trainer import Evaluation
 from rrd.worker import loop, writer
@@ -51,6 +52,13 @@ def install(path: Path) -> None:
     _wrap(Loop, "_probe", lambda self: script.at("", "probe", None, self))
     _wrap(Evaluation, "go_on", lambda self, rungs, enough: script.at("", "evaluate", None))
     _wrap(writer, "commit", lambda resident, saved, keep: script.at(resident.job, "write", None))
+    inner = Block.forward
+
+    def forward(self: Block, *given: Any) -> Any:
+        time.sleep(script.crawl)
+        return inner(self, *given)
+
+    Block.forward = forward  # type: ignore[method-assign]
     _slow(step, "_micro_step", script)
     _slow(step, "eval_loss", script)
     import rrd.train.trainer
@@ -86,11 +94,13 @@ class _Script:
         self.path = path
         self.drag = 0.0
         """Seconds that each micro-step and each batch of an evaluation take longer."""
+        self.crawl = 0.0
+        """The same for each pass through a block."""
         self.poison: Faults | None = None
 
     def at(self, job: str, moment: str, alive: Callable[[str, float], None] | None, obeys: Loop | None = None
            ) -> Faults | None:
-        self.drag = 0.0
+        self.drag = self.crawl = 0.0
         if self.poison and self.poison.poison_at is None:
             self.poison = None
         for i, fault in enumerate(json.loads(self.path.read_text())):
@@ -134,6 +144,8 @@ class _Script:
                     alive("sleeping", 0.5)
         elif what == "drag":
             self.drag = args[0]
+        elif what == "crawl":
+            self.crawl = args[0]
         elif what == "oom":
             self.poison = Faults(out_of_memory_at=args[0], until=FOR_EVER)
         elif what == "poison":

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rrd.job import JobSpec
 from rrd.ledger import Record
 from rrd.messages import CommitFailed, Committed, Evaluated, Loaded, Message, Prepared, Progress, Step, VisitDone
-from rrd.roster import NO_LIMIT, Job, Leave, steps_of
+from rrd.roster import LONG_SECONDS, NO_LIMIT, Job, Leave, steps_of
 from rrd.states import JobState
 
 
@@ -168,6 +168,17 @@ def test_why_a_job_is_where_it_is() -> None:
     j = job(JobState.PREPARING)
     hear(j, Progress(job="a", what="tokenizing the data", share=0.25))
     assert j.view().why == "tokenizing the data, 25%" and j.view().prepared == 0.25
+    j = job()
+    for at in (100.0, 100.0 + LONG_SECONDS - 1):
+        hear(j, Progress(job="a", what="training, step 3", share=0.25), at=at)
+        assert j.view().why == ""  # a step is no news
+    hear(j, Progress(job="a", what="training, step 3", share=0.5), at=190.0)
+    assert j.view().why == "training, step 3: 50%, for 90 s"
+    hear(j, step(3))
+    assert j.view().why == ""
+    hear(j, Progress(job="a", what="exporting", share=0.0), at=190.0)
+    hear(j, Progress(job="a", what="exporting", share=0.0), at=400.0)
+    assert j.view().why == "exporting, for 4 min"  # how far it has come is not known
     j = job()
     j.refusal, j.refusal_hint = "the edit of `lr` is not in force", "`rrd restart` takes it over"
     assert (j.view().why, j.view().hint) == ("the edit of `lr` is not in force", "`rrd restart` takes it over")

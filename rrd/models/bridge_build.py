@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from rrd.errors import BadJob
 from rrd.models.layers import Linear
 from rrd.ops.linear import Group
+from rrd.ops.pulse import beat
 from rrd.text import one_line
 
 
@@ -43,7 +44,11 @@ class OurConv1D(Linear):
     def forward(self, x: Tensor) -> Tensor:
         if self.weight.requires_grad:  # full fine-tuning
             assert self.bias is not None
-            return x @ self.weight + self.bias
+            beat()
+            y = x @ self.weight + self.bias
+            if y.requires_grad:
+                y.register_hook(lambda _: beat())  # type: ignore[no-untyped-call]
+            return y
         return self._group(x)
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from rrd.ops.pulse import beat
 from rrd.ops.rope import Angles, rotate
 
 ROWS = 128
@@ -51,6 +52,7 @@ class _Block(NamedTuple):
 def _blocks(T: int, R: int, window: int | None) -> Iterator[_Block]:
     size = max(16, ROWS // R)
     for start in range(0, T, size):
+        beat()
         yield _Block(start, min(start + size, T), 0 if window is None else max(0, start - window + 1))
 
 

@@ -19,6 +19,7 @@ from rrd.ops.cuda import int8
 from rrd.ops.cuda.launch import Launcher
 from rrd.ops.dropout import dropout as drop
 from rrd.ops.grad import add_product, add_sum, adjoin
+from rrd.ops.pulse import beat
 from rrd.ops.stored import blocks
 
 
@@ -145,6 +146,7 @@ class _Linear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, residual: Tensor | None, plan: Plan, dropout: float, anchor: Tensor | None
     ) -> Tensor:
+        beat()
         flat = x.detach().reshape(-1, x.shape[-1])  # torch 2.0 loses a leaf that only hooks hold
         y = _products(flat, None if residual is None else residual.reshape(-1, plan.width), plan)
         seen, mask, h = flat, None, None
@@ -161,6 +163,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        beat()
         seen, mask, h = ctx.saved_tensors
         plan: Plan = ctx.plan
         g = dy.reshape(-1, plan.width)

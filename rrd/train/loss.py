@@ -15,6 +15,7 @@ from torch import Tensor
 from rrd.ops import choice
 from rrd.ops.cuda import xent
 from rrd.ops.grad import add_product, opened
+from rrd.ops.pulse import beat
 from rrd.ops.stored import blocks
 
 SLICE = 1 << 24
@@ -77,6 +78,7 @@ def _slices(hidden: Tensor, head: Tensor, bias: Tensor | None, finer: int) -> It
     size = -(-rows // max(1, count))
     buffer = _buffer(size * words, hidden)
     for start in range(0, rows, max(1, size)):
+        beat()
         x = hidden[start : start + size]
         logits = buffer[: len(x) * words].view(len(x), words)
         for first, w in blocks(head.detach(), hidden.dtype):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, NamedTuple
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rrd.errors import RrdError
 from rrd.models.registry import CausalLM
+from rrd.ops import pulse
 from rrd.ops.dropout import Part, Rows, part_of_batch
 from rrd.ops.grad import backward
 from rrd.optim.adamw import AdamW
@@ -74,9 +75,11 @@ def train_step(
     seeds: Sequence[int],
     savings: Savings = Savings(),
     on_nan: Literal["stop", "skip"] = "stop",
-    alive: Callable[[], None] = lambda: None,
 ) -> StepResult:
-    """One update from the accumulation window ``batches``. Calls ``alive`` before each micro-step.
+    """One update from the accumulation window ``batches``.
+
+    Until the update itself it gives signs of life (``rrd.ops.pulse``), and whoever hears them may raise: nothing of
+    the step has happened then.
 
     Randomness (dropout) is drawn from the global generator, seeded with ``seeds[i]`` before micro-step ``i``: a step
     depends on nothing but what it is given. ``clip_norm`` 0 means no clipping. ``savings`` hold less memory and are the
@@ -94,9 +97,9 @@ def train_step(
         model.train()
     optimizer.zero_grad()
     losses: list[Tensor] = []
-    for batch, seed in zip(batches, seeds, strict=True):
-        alive()
+    for i, (batch, seed) in enumerate(zip(batches, seeds, strict=True)):
         losses += _micro_step(model, batch, seed, scale=1.0 / labels, savings=savings)
+        pulse.done((i + 1) / len(batches))
     update = optimizer.update(lr, clip_norm, losses)
     loss = sum(update.losses) / labels
     if not update.applied and on_nan == "stop":

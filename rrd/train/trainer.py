@@ -21,6 +21,7 @@ from rrd.job import JobSpec, identity_keys
 from rrd.lora import attach
 from rrd.models import Base, build
 from rrd.models.registry import Recipe, facts_of, lora_targets_of, recipe_of
+from rrd.ops import pulse
 from rrd.optim.adamw import AdamW, matrices_decay
 from rrd.savings import Rung, in_force, united
 from rrd.train import start
@@ -47,6 +48,8 @@ class Trainer:
         recipe = recipe_of(base.family) if spec.method == "full" else Recipe()
         self.optimizer = AdamW(self.named, betas=spec.betas or recipe.betas, eps=spec.eps or recipe.eps,
                                weight_decay=spec.weight_decay, rule=recipe.rule or matrices_decay)
+        self._beats = 0
+        """Signs of life that the last step gave."""
         self.step = 0
         self.tokens = 0
         self.seconds = 0.0
@@ -106,8 +109,8 @@ class Trainer:
         return 1 if not self.model.splits or (in_pieces and drops) else s.batch_size
 
     def run_step(self, total: int, on_nan: Literal["stop", "skip"], rungs: Sequence[Rung] = (),
-                 alive: Callable[[], None] = lambda: None) -> StepResult:
-        """The next step, with what ``rungs`` say of it; ``alive`` is called as it goes on, and may raise.
+                 alive: Callable[[float], None] = lambda _: None) -> StepResult:
+        """The next step, with what ``rungs`` say of it; ``alive`` hears the share done as it goes on, and may raise.
 
         Raises NotFinite, with nothing changed, for a loss that is no number and ``on_nan="stop"``.
         """
@@ -116,14 +119,15 @@ class Trainer:
         batches = [self.data.batch_at(self.position + i * s.batch_size, s.batch_size, s.seed)
                    for i in range(s.grad_accum)]
         try:
-            result = train_step(
-                self.model, self.optimizer, batches, lr=self.lr(total), clip_norm=s.clip_norm,
-                seeds=[seed_of(s.seed, self.step, i) for i in range(s.grad_accum)],
-                savings=savings._replace(checkpointing=savings.checkpointing or s.gradient_checkpointing),
-                on_nan=on_nan, alive=alive)
+            with pulse.heard(alive, self.device, total=self._beats) as beats:
+                result = train_step(
+                    self.model, self.optimizer, batches, lr=self.lr(total), clip_norm=s.clip_norm,
+                    seeds=[seed_of(s.seed, self.step, i) for i in range(s.grad_accum)],
+                    savings=savings._replace(checkpointing=savings.checkpointing or s.gradient_checkpointing),
+                    on_nan=on_nan)
         except NotFinite as e:
             raise NotFinite(loss=e.loss, grad_norm=e.grad_norm, where=self._circumstances()) from None
-        self.step += 1
+        self.step, self._beats = self.step + 1, beats.count
         self.tokens += result.tokens
         self.skipped += result.skipped
         if result.applied:
@@ -195,12 +199,15 @@ class Evaluation:
         self.trainer, self.held_out, self.step = trainer, held_out, trainer.step
         self.at, self.total, self.labels = 0, 0.0, 0
 
-    def go_on(self, rungs: Sequence[Rung], enough: Callable[[float], bool]) -> float | None:
-        """The loss; or None, if ``enough``, which hears the share done after each batch, says so before the end."""
+    def go_on(self, rungs: Sequence[Rung], enough: Callable[[float], bool],
+              alive: Callable[[float], None] = lambda _: None) -> float | None:
+        """The loss; or None, if ``enough``, which hears the share done after each batch, says so before the end.
+        ``alive`` hears it within batches, too, and may raise: that batch is then taken again."""
         t, size = self.trainer, self.trainer.spec.batch_size
         finer = in_force(rungs, t.step + 1).finer
         while self.at < len(self.held_out):
-            loss, n = eval_loss(t.model, [t._to_die(self.held_out.in_file(self.at, size))], finer=finer)
+            with pulse.heard(lambda _: alive(self.at / len(self.held_out)), t.device):
+                loss, n = eval_loss(t.model, [t._to_die(self.held_out.in_file(self.at, size))], finer=finer)
             self.at, self.total, self.labels = self.at + size, self.total + loss, self.labels + n
             if enough(min(1.0, self.at / len(self.held_out))) and self.at < len(self.held_out):
                 return None

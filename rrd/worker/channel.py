@@ -10,6 +10,9 @@ from collections import deque
 
 from rrd.messages import ORDERS, Decoder, Message, Progress, Stop, Yield, encode
 
+PROGRESS_SECONDS = 0.5
+"""Signs of life are at least so far apart: half of the shortest silence that may count as a hang."""
+
 
 class Closed(Exception):
     """The daemon is gone: there is nobody to work for."""
@@ -23,6 +26,8 @@ class Channel:
         self._waiting: deque[Message] = deque()
         self._sending = threading.Lock()
         self._last_progress = 0.0
+        self._alive: tuple[float, str, str, float] | None = None
+        """The newest sign of life, sent or not, and when it was given."""
 
     def receive(self) -> Message:
         """The next order, waiting for it."""
@@ -60,8 +65,15 @@ class Channel:
                 raise Closed from e
 
     def progress(self, job: str, what: str, share: float) -> None:
-        """A sign of life during long work, at most one a second; also notices that the daemon is gone."""
+        """A sign of life during long work, of which few are sent; also notices that the daemon is gone."""
         now = time.monotonic()
-        if now - self._last_progress >= 1:
+        self._alive = now, job, what, share
+        if now - self._last_progress >= PROGRESS_SECONDS:
             self._last_progress = now
+            self.send(Progress(job=job, what=what, share=min(max(share, 0.0), 1.0)))
+
+    def repeat(self, most: float) -> None:
+        """Send the newest sign of life again, unless it is older than ``most`` seconds."""
+        if self._alive and time.monotonic() - self._alive[0] < most:
+            _, job, what, share = self._alive
             self.send(Progress(job=job, what=what, share=min(max(share, 0.0), 1.0)))

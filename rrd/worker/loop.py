@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -36,15 +39,19 @@ from rrd.messages import (
     Yield,
 )
 from rrd.models import Base
+from rrd.ops import pulse
 from rrd.train import export
 from rrd.worker import resident
-from rrd.worker.channel import Channel, Closed
+from rrd.worker.channel import PROGRESS_SECONDS, Channel, Closed
 from rrd.worker.faults import GivenUp, failure, poisoned, release, shortage_of
 from rrd.worker.resident import Resident, Saved
 from rrd.worker.writer import Writer
 
 if TYPE_CHECKING:
     from rrd.worker.entry import Settings
+
+DISK_SECONDS = 600.0
+"""Longest that a single call may be busy with the disk during a load or an export; then it counts as a hang."""
 
 
 class Loop:
@@ -154,10 +161,11 @@ class Loop:
     def _load(self, order: Load) -> None:
         start = time.monotonic()
         self._drop(order.job)
-        r = resident.load(
-            order, device=self.settings.device, threads=self.settings.threads,
-            job_dir=self.settings.state_dir / "jobs" / order.job, cache_dir=self.settings.cache_dir,
-            bases=self.bases, alive=self._alive(order.job))
+        with self._disk_takes_its_time(order.job, "loading"):
+            r = resident.load(
+                order, device=self.settings.device, threads=self.settings.threads,
+                job_dir=self.settings.state_dir / "jobs" / order.job, cache_dir=self.settings.cache_dir,
+                bases=self.bases, alive=self._alive(order.job))
         self.residents[order.job] = r
         self.channel.send(Loaded(
             job=order.job, step=r.trainer.step, tokens=r.trainer.tokens, samples=len(r.trainer.data),
@@ -194,8 +202,8 @@ class Loop:
         """One step, its line of history and its report. Returns its seconds."""
         start, lr = time.monotonic(), r.trainer.lr(order.total)
         alive = self._alive(r.job, most=1)  # a step may take long, and the daemon has seen none yet to know how long
-        self._what = "training"
-        result = r.trainer.run_step(order.total, order.on_nan, order.rungs, lambda: alive("training", 0.0))
+        self._what, what = "training", f"training, step {r.trainer.step + 1}"
+        result = r.trainer.run_step(order.total, order.on_nan, order.rungs, partial(alive, what))
         seconds = time.monotonic() - start
         r.trainer.seconds += seconds
         step = r.trainer.step
@@ -214,15 +222,15 @@ class Loop:
         due = t.step >= order.total or (order.eval_every is not None and t.step % order.eval_every == 0)
         if t.evaluated in (None, t.step) or not due:
             return True
-        alive, visit.busy, self._what = self._alive(r.job, most=2), True, "evaluating"
+        alive, visit.busy, self._what = partial(self._alive(r.job, most=1), "evaluating"), True, "evaluating"
 
         def enough(share: float) -> bool:
-            alive("evaluating", share)
+            self.channel.progress(r.job, "evaluating", share)
             return self._enough(order, visit)
 
         if r.evaluation is None or r.evaluation.step != t.step:  # one of another step began before eval_every changed
             r.evaluation = t.evaluation()
-        loss = r.evaluation.go_on(order.rungs, enough)
+        loss = r.evaluation.go_on(order.rungs, enough, alive)
         if loss is None:
             return False
         r.evaluation = None
@@ -244,9 +252,28 @@ class Loop:
         while not r.written.wait(1.0):
             self.channel.progress(r.job, "writing a checkpoint", 0.0)
 
+    @contextlib.contextmanager
+    def _disk_takes_its_time(self, job: str, what: str) -> Iterator[None]:
+        """Within it a silence of up to ``DISK_SECONDS`` is no hang: one call may have to write many gigabytes."""
+        over = threading.Event()
+
+        def tick() -> None:
+            with contextlib.suppress(Closed):  # whoever works will see it, too
+                while not over.wait(PROGRESS_SECONDS):
+                    self.channel.repeat(DISK_SECONDS)
+
+        self.channel.progress(job, what, 0.0)
+        threading.Thread(target=tick, name="ticks", daemon=True).start()
+        try:
+            yield
+        finally:
+            over.set()
+
     def _export(self, order: Export) -> None:
         r = self.residents[order.job]
-        notes = export.export(r.trainer, order.output, alive=self._alive(order.job))
+        alive = self._alive(order.job)
+        with self._disk_takes_its_time(order.job, "exporting"), pulse.heard(partial(alive, "exporting"), self.device):
+            notes = export.export(r.trainer, order.output, alive=alive)
         self.channel.send(Exported(job=order.job, output=order.output, notes=notes))
 
     def _evict(self, order: Evict) -> None:

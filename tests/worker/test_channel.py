@@ -105,16 +105,32 @@ def test_reports_of_several_threads_do_not_mix(ends: tuple[Channel, Daemon]) -> 
     assert sorted(m.job[0] for m in hearing if isinstance(m, Evicted)) == sorted("0123" * 5)
 
 
-def test_progress_is_said_once_a_second_and_within_bounds(
+def test_progress_is_said_twice_a_second_and_within_bounds(
         ends: tuple[Channel, Daemon], monkeypatch: pytest.MonkeyPatch) -> None:
     worker, daemon = ends
-    clock = iter([10.0, 10.5, 10.99, 11.0, 11.5, 12.0, 13.0])
+    clock = iter([10.0, 10.25, 10.49, 10.5, 10.75, 11.0, 11.5])
     monkeypatch.setattr(channel.time, "monotonic", lambda: next(clock))
     for share in (0.1, 0.2, 0.3, 0.4, 0.5, -1.0, 7.0):
         worker.progress("a", "loading", share)
     worker._socket.close()
     heard = daemon.hear()
     assert [m.share for m in heard if isinstance(m, Progress)] == [0.1, 0.4, 0.0, 1.0]
+
+
+def test_a_sign_of_life_is_repeated_until_it_is_too_old(
+        ends: tuple[Channel, Daemon], monkeypatch: pytest.MonkeyPatch) -> None:
+    worker, daemon = ends
+    worker.repeat(60.0)  # nothing was said yet
+    clock = iter([10.0, 10.1, 11.0, 70.0, 70.2, 130.3])
+    monkeypatch.setattr(channel.time, "monotonic", lambda: next(clock))
+    for share in (0.1, 0.2):
+        worker.progress("a", "exporting", share)
+    for _ in range(2):
+        worker.repeat(60.0)
+    worker.progress("a", "exporting", 0.3)
+    worker.repeat(60.0)
+    worker._socket.close()
+    assert [m.share for m in daemon.hear() if isinstance(m, Progress)] == [0.1, 0.2, 0.2, 0.3]
 
 
 def test_what_waits_is_as_urgent_as_the_most_urgent_of_it(ends: tuple[Channel, Daemon]) -> None:

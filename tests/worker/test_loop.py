@@ -80,7 +80,7 @@ def test_an_evaluation_that_had_begun_is_not_gone_on_with_at_another_step(tmp_pa
 
     def evaluation() -> Any:
         begun.append(r.trainer.step)
-        return SimpleNamespace(step=r.trainer.step, go_on=lambda rungs, enough: None)  # it is always interrupted
+        return SimpleNamespace(step=r.trainer.step, go_on=lambda rungs, enough, alive: None)  # it is always interrupted
 
     r.trainer.evaluation = evaluation
     for r.trainer.step in (10, 10, 11, 12, 12):

@@ -1,4 +1,5 @@
-"""A machine for tests: a real systemd as PID 1, in half a second, in a container over this host's own files.
+"""A machine for tests: a real systemd as PID 1, in half a second, in a container over this host's own files, or over
+those of another Linux in a directory.
 
 What it writes lands in an ext4 file on a loop device, so that it outlives a reboot, a kill and a power cut as a disk
 would: what was not yet synced when the power is cut is gone. The host is seen, never changed; the network is its own
@@ -65,10 +66,11 @@ def _mounts() -> str:
 
 class Machine:
     """One machine below ``directory``. ``binds``: host path to path inside, read-only; ``files`` and ``links``: what
-    is there before the first boot, by path inside."""
+    is there before the first boot, by path inside; ``lower``: whose files it has."""
 
     def __init__(self, directory: Path, *, binds: Mapping[Path, str] | None = None,
-                 files: Mapping[str, tuple[str, int]] | None = None, links: Mapping[str, str] | None = None) -> None:
+                 files: Mapping[str, tuple[str, int]] | None = None, links: Mapping[str, str] | None = None,
+                 lower: Path = Path("/")) -> None:
         self.directory, self.name = directory, f"rrd-{os.getpid()}-{directory.name}"[:60]
         cgroups = _cgroups()
         assert cgroups is not None, why_not()
@@ -77,7 +79,8 @@ class Machine:
         image = directory / "state.img"
         subprocess.run(["truncate", "-s", DISK, str(image)], check=True)
         subprocess.run(["mkfs.ext4", "-q", "-F", "-m", "0", str(image)], check=True)
-        plan = {"name": self.name, "options": [f"--bind-ro={host}:{inside}" for host, inside in (binds or {}).items()],
+        plan = {"name": self.name, "lower": str(lower),
+                "options": [f"--bind-ro={host}:{inside}" for host, inside in (binds or {}).items()],
                 "links": dict(links or {}),
                 "files": {"/etc/machine-id": (f"{os.urandom(16).hex()}\n", 0o444), **(files or {})}}
         (directory / "plan.json").write_text(json.dumps(plan))

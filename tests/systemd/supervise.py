@@ -25,7 +25,7 @@ def main(directory: Path) -> None:
     plan: dict[str, Any] = json.loads((directory / "plan.json").read_text())
     (directory / "supervisor.pid").write_text(str(os.getpid()))
     cgroup = Path("/sys/fs/cgroup") / plan["name"]
-    root = mount(directory)
+    root = mount(directory, plan["lower"])
     threading.Thread(target=pull_the_plug_at_the_end, args=(cgroup,), daemon=True).start()
     try:
         if not (directory / "mnt" / "seeded").exists():
@@ -52,8 +52,8 @@ def run(*argv: str, check: bool = True) -> None:
     subprocess.run(argv, check=check)
 
 
-def mount(directory: Path) -> Path:
-    """The machine's root: an overlay over the host's own, what changes kept in an ext4 file. Nothing of it is seen
+def mount(directory: Path, lower: str) -> Path:
+    """The machine's root: an overlay over ``lower``, what changes kept in an ext4 file. Nothing of it is seen
     outside of this namespace."""
     run("umount", "-l", "-R", "/sys/fs/cgroup")
     run("mount", "-t", "cgroup2", "cgroup2", "/sys/fs/cgroup")
@@ -63,7 +63,7 @@ def mount(directory: Path) -> Path:
     run("mount", "-o", "loop", str(directory / "state.img"), str(at))
     for name in ("up", "work", "root"):
         (at / name).mkdir(exist_ok=True)
-    run("mount", "-t", "overlay", "-o", f"lowerdir=/,upperdir={at}/up,workdir={at}/work", "overlay", f"{at}/root")
+    run("mount", "-t", "overlay", "-o", f"lowerdir={lower},upperdir={at}/up,workdir={at}/work", "overlay", f"{at}/root")
     return at / "root"
 
 

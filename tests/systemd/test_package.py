@@ -11,31 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 from machine import Machine
-from service import ADAPTERS, ENDLESS, INPUTS, JOBS, PYTHON, ROOT, SITE, VENV, Service, environment
+from package import build, marker
+from service import ADAPTERS, ENDLESS, INPUTS, JOBS, SITE, VENV, Service, environment
 
 MINUTES_10 = 600.0
 """Seconds that pip may take: without a network it tries again for half a minute, and unpacking torch takes two where
 others train, too."""
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3 * MINUTES_10), pytest.mark.skipif(shutil.which("dh") is None,
                                                    reason="needs debhelper (apt-get install debhelper)")]
-
-
-def build(directory: Path, version: str) -> Path:
-    """``make deb`` of this checkout, as ``version``."""
-    tree = directory / version
-    tree.mkdir(parents=True)
-    for name in ("Makefile", "pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE", "rrd", "units", "etc", "docs",
-                 "packaging"):
-        (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, tree / name)
-    init, log = tree / "rrd/__init__.py", tree / "packaging/debian/changelog"
-    old = init.read_text().split('"')[-2]
-    init.write_text(init.read_text().replace(old, version))
-    log.write_text(log.read_text().replace(f"({old})", f"({version})", 1))
-    venv = Path(shutil.which("python") or "").parent if not (ROOT / ".venv").exists() else ROOT / ".venv"
-    subprocess.run(["make", "-s", "-o", f"{venv}/.done", f"VENV={venv}", "deb"], cwd=tree, check=True,
-                   stdout=subprocess.DEVNULL, env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "PYTHONPATH": str(tree)})
-    (package,) = (tree / "build").glob("*.deb")
-    return package
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +32,7 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def service(tmp_path_factory: pytest.TempPathFactory, packages: tuple[Path, Path], inputs: Path) -> Iterator[Service]:
     """A machine that has an environment with torch, as if the package had been there before, and no network."""
     files, links, binds = environment()
-    major, minor = PYTHON.removeprefix("python").split(".")
-    files[f"{VENV}/rrd-setup.json"] = (f'{{"torch": "cpu", "python": [{major}, {minor}]}}', 0o644)
+    files[f"{VENV}/rrd-setup.json"] = (marker(), 0o644)
     binds |= {inputs: INPUTS, packages[0]: "/srv/old.deb", packages[1]: "/srv/new.deb"}
     machine = Machine(tmp_path_factory.mktemp("machine") / "package", files=files, links=links, binds=binds)
     try:
@@ -120,8 +102,7 @@ def test_installed_again_it_goes_on(service: Service) -> None:
         machine.write(path, text, mode)
     for path, target in links.items():
         machine.run("ln", "-sf", target, path)
-    major, minor = PYTHON.removeprefix("python").split(".")
-    machine.write(f"{VENV}/rrd-setup.json", f'{{"torch": "cpu", "python": [{major}, {minor}]}}')
+    machine.write(f"{VENV}/rrd-setup.json", marker())
     before = service.history("second")
     machine.run("dpkg", "-i", "/srv/new.deb")
     service.wait_step("second", before[-1] + 2)

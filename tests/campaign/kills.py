@@ -165,10 +165,12 @@ def _all_done(s: Snapshot) -> bool:
 
 
 def _ripe(s: Snapshot, best: dict[str, int]) -> list:  # type: ignore[type-arg]
-    """The dies whose jobs have all gone on since they were last hit."""
+    """The dies whose jobs have all gone on since they were last hit, also by the daemon's count: between our look and
+    the kill, it may have seen a step more."""
     jobs = {j.id: j for j in s.jobs}
     return [d for d in s.dies if d.worker_pid and d.jobs and d.state in ("idle", "computing")
-            and all(jobs[n].step > best[n] and jobs[n].state in ("running", "exporting") for n in d.jobs)]
+            and all(jobs[n].step > best[n] and not jobs[n].crashes and jobs[n].state in ("running", "exporting")
+                    for n in d.jobs)]
 
 
 def _saving(b: Box, jobs: list[str]) -> bool:

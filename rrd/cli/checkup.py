@@ -113,7 +113,8 @@ def daemon(p: Patient) -> Iterator[Finding]:
         if state == "failed":
             yield Finding("daemon", "bad", "the service rrd has failed", "`systemctl status rrd` says why")
         else:
-            yield Finding("daemon", "warn", "rrd is not running", "`systemctl enable --now rrd`, or `rrd daemon`")
+            yield Finding("daemon", "warn", "rrd is not running", "`systemctl enable --now rrd`" if p.unit else
+                          "`rrd daemon` starts it here; `rrd install-service` makes it a service of the machine")
         return
     except Denied as e:
         yield Finding("daemon", "warn", e.message, e.hint)
@@ -135,7 +136,7 @@ def spool(p: Patient) -> Iterator[Finding]:
     if not where.is_dir():
         mine = not is_service(p.host.environ)
         yield Finding("spool", "ok" if mine else "bad", f"there is no directory {where}" + (" yet" if mine else ""),
-                      "" if mine else f"`systemd-tmpfiles --create`, or mkdir -p {where}")
+                      "" if mine else "`systemd-tmpfiles --create`" if p.unit else f"mkdir -p {where}")
         return
     if p.bad_files:
         more = f", and {len(p.bad_files) - 1} more" if len(p.bad_files) > 1 else ""
@@ -234,8 +235,14 @@ def _reader(p: Patient) -> Reader | None:
 
 
 def disk(p: Patient) -> Iterator[Finding]:
+    """Each file system once, by the first that lies on it."""
+    seen: set[int] = set()
     for what, path in (("state_dir", p.config.state_dir), ("cache_dir", p.config.cache_dir)):
         above = next(d for d in (path, *path.parents) if d.exists())
+        device = above.stat().st_dev
+        if device in seen:
+            continue
+        seen.add(device)
         stat = p.host.statvfs(above)
         free = stat.f_bavail * stat.f_frsize
         said = f"{size(free)} free for {what} ({path})"

@@ -67,6 +67,6 @@ def _say(found: list[Finding], quiet: bool) -> None:
             click.echo("     " + click.style("fix: ", fg="cyan") + one_line(f.fix, 1000))
     bad, doubtful = (sum(f.level == level for f in found) for level in ("bad", "warn"))
     if bad or doubtful:
-        show.say(f"{count(bad, 'fault')}, {count(doubtful, 'doubt')}")
+        show.say(", ".join(count(n, what) for n, what in ((bad, "fault"), (doubtful, "doubt")) if n))
     elif not quiet:
         show.say("all is well")

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from rrd import checkpoint, toml
+from rrd.edits import changes, identity, with_live
 from rrd.history import History
-from rrd.job import INPUT_KEYS, JobSpec, changes, identity, output_of, with_live
+from rrd.job import INPUT_KEYS, JobSpec, output_of
 from rrd.journal import Kind
 from rrd.ledger import Record
 from rrd.roster import Job, Leave

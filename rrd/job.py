@@ -1,13 +1,10 @@
 """The job file: what to train, on what, how. Every rule about it is here; nothing here touches the disk but by name.
 
-A job file is flat TOML named ``<id>.toml``. Keys are of several kinds (``docs/job-file.md``): *live* keys apply to a
-running job at its next step; *restart* keys, and those that name inputs, at ``rrd restart JOB``, which carries on from
-the checkpoint; *identity* keys say which numbers come out, so that changing one means training from step 0.
+A job file is flat TOML named ``<id>.toml``. What an edit of it may change is ``rrd.edits``'.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -34,16 +31,6 @@ JOB_FILE = "job.toml"
 
 MAX_BYTES = 64 * 1024
 """A larger job file is refused unread."""
-
-LIVE_KEYS = frozenset({"steps_per_visit", "visit_seconds", "weight", "max_steps", "epochs", "checkpoint_every", "keep",
-                       "on_nan", "paused", "eval_every", "export_every"})
-"""Keys whose new value a running job takes over at its next step."""
-
-PLACE_KEYS = frozenset({"die"})
-"""Keys whose new value counts when the job is next given a place."""
-
-RESTART_KEYS = frozenset({"output", "eval_data", "export_merged", "resume", "tensorboard"})
-"""Keys that ``rrd restart`` takes over while carrying on from the checkpoint: no training step depends on them."""
 
 INPUT_KEYS = ("model", "data", "tokenizer", "eval_data", "init_adapter")
 """Keys that name what a job reads. Not the path but the content is part of its identity, which its worker checks: what
@@ -219,69 +206,20 @@ def parse_job(name: str, data: bytes, *, base: Path | None = None) -> JobSpec:
 
 
 def _absolute(values: Mapping[str, Any], base: Path) -> dict[str, Any]:
-    """``values`` with relative paths counted from ``base``."""
-    given = {k: values[k] for k in PATH_KEYS if isinstance(values.get(k), str) and values[k]}
+    """``values`` with relative paths counted from ``base``; what is no path stays as it is."""
+    given = {k: v for k in PATH_KEYS if isinstance(v := values.get(k), str) and v and not _elsewhere(k, v, base)}
     return {**values, **{k: os.path.normpath(base / os.path.expanduser(v)) for k, v in given.items()}}
+
+
+def _elsewhere(key: str, value: str, base: Path) -> bool:
+    """Whether ``value`` is no path of this machine, which is then said: a URL, or the name of something on a hub."""
+    on_hub = key in INPUT_KEYS and job_keys.may_be_on_a_hub(value) and not (base / value).parent.exists()
+    return "://" in value or on_hub
 
 
 def to_toml(job: JobSpec | Mapping[str, object]) -> str:
     """``job`` as a job file. A ``JobSpec`` is written with every key, so that later defaults do not change it."""
     return toml.dump(job.model_dump() if isinstance(job, JobSpec) else job)
-
-
-# ---- identity and edits -----------------------------------------------------------------------------------------
-
-
-def identity_keys(spec: JobSpec) -> dict[str, Any]:
-    """The keys that decide, together with what the inputs hold, which numbers training produces; normalized: what means
-    the same is the same.
-
-    Keys at their default are left out, so that a key added by a later rrd does not orphan older checkpoints (and
-    therefore a default, once released, never changes).
-    """
-    others = {*LIVE_KEYS, *PLACE_KEYS, *RESTART_KEYS, *INPUT_KEYS}
-    kept = spec.model_dump(mode="json", exclude=others, exclude_defaults=True)
-    if spec.method == "full":
-        return {k: v for k, v in kept.items() if not k.startswith("lora_")}
-    targets = {"lora_targets": sorted(spec.lora_targets)} if spec.lora_targets else {}
-    return {**kept, "lora_alpha": spec.alpha, **targets}
-
-
-def identity(spec: JobSpec) -> str:
-    """sha256, in hex, of ``identity_keys``: a checkpoint of another identity is never silently continued."""
-    text = json.dumps(identity_keys(spec), sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def changes(old: JobSpec, new: JobSpec) -> tuple[set[str], set[str]]:
-    """Keys that differ: those a running job takes over by itself (live, and ``die``), and those it refuses.
-
-    The second set needs ``rrd restart``; it starts from step 0 where ``identity`` differs. It holds live keys too
-    when they only fit together with the others, such as an ``eval_every`` that comes with the first ``eval_data``.
-    """
-    if old == new:
-        return set(), set()
-    a, b = old.model_dump(), new.model_dump()
-    differ = {k for k in a if a[k] != b[k]}
-    differ -= {"lora_alpha"} if old.alpha == new.alpha else set()
-    taken = differ & (LIVE_KEYS | PLACE_KEYS)
-    try:
-        with_live(old, new)
-    except BadJob:
-        return set(), differ
-    return taken, differ - taken
-
-
-def with_live(old: JobSpec, new: JobSpec) -> JobSpec:
-    """``old`` with the live keys (and ``die``) of ``new``: what a running job becomes after an edit.
-
-    Raises ``BadJob`` where they do not fit the keys that stay; ``changes`` says beforehand.
-    """
-    live = {k: v for k, v in new.model_dump().items() if k in LIVE_KEYS | PLACE_KEYS}
-    try:
-        return toml.check(JobSpec, {**old.model_dump(), **live})
-    except Fault as e:
-        raise BadJob(e.message, hint=e.hint, key=e.key) from None
 
 
 def json_schema() -> dict[str, Any]:
@@ -339,6 +277,9 @@ def _check_output(job_id: str, spec: JobSpec, config: Config) -> None:
     if any(_real("output", str(p)).is_relative_to(out) for p in (*held, *own)):
         raise BadJob(f"`output` holds other things that the export would replace: {shown}", key="output",
                      hint="choose a new directory for this job alone")
+    if inside := [k for k in INPUT_KEYS if (p := getattr(spec, k)) and out.is_relative_to(_real(k, p))]:
+        raise BadJob(f"`output` lies in the directory of `{inside[0]}`, which is only read: {shown}", key="output",
+                     hint="choose a directory of its own, or leave `output` out")
     adapters = os.path.realpath(config.adapters_dir)
     if not out.is_relative_to(adapters) and any(out.is_relative_to(os.path.realpath(p)) for p in own):
         raise BadJob(f"`output` lies in one of rrd's own directories: {shown}", key="output",

@@ -45,14 +45,26 @@ def parse_duration(text: str) -> float:
     return float(m[1]) * _UNITS[m[2]]
 
 
+_FETCH = "rrd never downloads: fetch the files, as with `hf download ORG/NAME --local-dir DIR`, and name DIR here"
+
+
+def may_be_on_a_hub(path: str) -> bool:
+    """Whether ``path`` looks like ``org/name``, what models and data sets are called there, and not like a file."""
+    hub = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", path)
+    return hub is not None and not path.endswith((".jsonl", ".json", ".txt", ".parquet", ".safetensors"))
+
+
 def _path(value: object) -> object:
     if not isinstance(value, str):
         return value  # pydantic says that it must be text
     if not value or len(value.encode()) > 4096 or any(ord(c) < 32 or ord(c) == 127 for c in value):
         raise Fault(f"is no path: {show(value)}", hint="give the full path of a file or directory")
+    if "://" in value:
+        raise Fault(f"must be a path on this machine, not {show(value)}", hint=_FETCH)
     if not value.startswith("/"):
-        raise Fault(f"must be a full path, not {show(value)}", hint="the service has no current directory: "
-                    "start with `/`, or use `rrd submit`, which fills it in")
+        hint = "the service has no current directory: start with `/`, or use `rrd submit`, which fills it in"
+        raise Fault(f"must be a full path, not {show(value)}",
+                    hint=f"start it with `/`; if it is a name on a hub, {_FETCH}" if may_be_on_a_hub(value) else hint)
     return os.path.normpath(value)
 
 

@@ -40,12 +40,7 @@ def attach(
     Raises:
         BadJob: a target that is no linear module of the model.
     """
-    found = [(n, m) for n, m in model.named_modules() if isinstance(m, Linear) and _leaf(n) in set(targets)]
-    missing = [t for t in (*targets, *(ranks or {}), *(alphas or {})) if t not in {_leaf(n) for n, _ in found}]
-    if missing or not found:
-        known = sorted({_leaf(n) for n, m in model.named_modules() if isinstance(m, Linear)})
-        raise BadJob(f"the model has no linear module {missing[0]!r}" if missing else "lora_targets is empty",
-                     key="lora_targets", hint="it has " + ", ".join(known))
+    found = find(model, targets, (*(ranks or {}), *(alphas or {})))
     for name, module in found:
         r = (ranks or {}).get(_leaf(name), rank)
         own = (alphas or {}).get(_leaf(name), 2 * r if alpha is None else alpha)
@@ -53,6 +48,20 @@ def attach(
         module.lora = _new(module, name, r, scale=scale, dropout=dropout, seed=seed)
     moved()
     return _in_order(found)
+
+
+def find(model: CausalLM, targets: Sequence[str], named: Sequence[str] = ()) -> list[tuple[str, Linear]]:
+    """The linear modules of ``model`` whose last path component is in ``targets``, by path.
+
+    Raises BadJob where one of ``targets``, or of those that are ``named`` beside, is not among them.
+    """
+    linears = [(n, m) for n, m in model.named_modules() if isinstance(m, Linear)]
+    found = [(n, m) for n, m in linears if _leaf(n) in set(targets)]
+    missing = [t for t in (*targets, *named) if t not in {_leaf(n) for n, _ in found}]
+    if missing or not found:
+        raise BadJob(f"the model has no linear module {missing[0]!r}" if missing else "lora_targets is empty",
+                     key="lora_targets", hint="it has " + ", ".join(sorted({_leaf(n) for n, _ in linears})))
+    return found
 
 
 def _leaf(name: str) -> str:

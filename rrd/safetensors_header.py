@@ -172,7 +172,8 @@ def home_of(model: Path) -> Path:
 
 def _single(model_dir: Path) -> Path:
     if not model_dir.is_dir():
-        _refuse(model_dir, "is no directory", "name the directory that holds config.json and *.safetensors")
+        _refuse(model_dir, "is no directory" if model_dir.exists() else "is not there",
+                "name the directory that holds config.json and *.safetensors")
     if (model_dir / "model.safetensors").exists():
         return model_dir / "model.safetensors"
     found = sorted(p for p in model_dir.glob("*.safetensors") if not p.name.startswith("adapter"))
@@ -183,6 +184,8 @@ def _single(model_dir: Path) -> Path:
     if any(p.suffix in {".bin", ".pt", ".pth"} for p in model_dir.iterdir()):
         _refuse(model_dir, "has pickled weights only, which rrd never opens",
                 "convert them: `model.save_pretrained(dir, safe_serialization=True)`")
+    if (model_dir / "adapter_config.json").exists():
+        _refuse(model_dir, "is an adapter, no model", "give its base model as `model`, and this as `init_adapter`")
     raise BadJob("has no safetensors file", file=str(model_dir), hint="name the directory that holds config.json and "
                  "*.safetensors")
 

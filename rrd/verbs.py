@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from rrd.edits import identity
 from rrd.errors import BadJob, NoSuchJob, RrdError
-from rrd.job import identity
 from rrd.roster import Job, Leave
 from rrd.scheduler import Scheduler
 from rrd.states import ENDED, JobState

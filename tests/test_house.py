@@ -17,8 +17,8 @@ FLOORS: dict[str, int] = {
     # floor 0: words, faults, and the only code that writes state
     "errors": 0, "boards": 0, "states": 0, "text": 0, "durable": 0, "roots": 0,
     # floor 1: the language both towers share
-    "savings": 1, "stack": 1, "toml": 1, "job_keys": 1, "job": 1, "config": 1, "messages": 1, "checkpoint": 1,
-    "snapshot": 1, "safetensors_header": 1,
+    "savings": 1, "stack": 1, "toml": 1, "job_keys": 1, "job": 1, "edits": 1, "config": 1, "messages": 1,
+    "checkpoint": 1, "snapshot": 1, "safetensors_header": 1, "adapter": 1, "inputs": 1,
     # floor 2, daemon tower: one thing each
     "ledger": 2, "spool": 2, "watch": 2, "rotation": 2, "placement": 2, "roster": 2, "gate": 2, "metrics": 2,
     "notify": 2, "journal": 2, "client": 2, "page": 2, "history": 2, "figure": 2, "errands": 2, "room": 2,

@@ -12,7 +12,7 @@ from moments import STATES, bring, failed, relieve
 from world import DIE, World, play
 
 from rrd import checkpoint
-from rrd.job import LIVE_KEYS
+from rrd.edits import LIVE_KEYS
 from rrd.journal import Kind
 from rrd.ledger import Record
 from rrd.messages import Load, Run

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from rrd import job, job_keys
+from rrd import edits, job, job_keys
 from rrd.config import Config
 from rrd.errors import BadJob
 from rrd.job import JobSpec, parse_job
@@ -215,54 +215,6 @@ def test_ids(name: str, job_id: str | None) -> None:
     assert job.id_of(name) == job_id
 
 
-# ---- identity and edits ----
-
-
-def test_identity_ignores_what_changes_no_number() -> None:
-    same = job.identity(spec())
-    for keys in ({"weight": 3.0}, {"die": 1}, {"output": "/o"}, {"lora_alpha": 64.0}, {"resume": "compatible"},
-                 {"max_steps": 3}, {"lora_rank": 32}, {"eval_data": "/e"}, {"keep": 9}, {"export_merged": True},
-                 {"model": "/moved"}, {"data": "/moved.txt"}, {"tokenizer": "/moved.json"}, {"init_adapter": "/moved"}):
-        assert job.identity(spec(**keys)) == same, keys
-    assert job.identity(spec(lora_targets=["a", "b"])) == job.identity(spec(lora_targets=["b", "a"]))
-    assert job.identity(spec(method="full")) == job.identity(spec(method="full", lora_rank=8))
-
-
-def test_identity_changes_with_every_identity_key() -> None:
-    other: dict[str, object] = {"lora_rank": 8, "lora_alpha": 1.0, "seed": 1, "lr": 0.1,
-                                "quantize": True, "lora_targets": ["q_proj"], "betas": [0.8, 0.9], "dtype": "float32"}
-    hashes = {job.identity(spec(**{k: v})) for k, v in other.items()}
-    assert len(hashes | {job.identity(spec())}) == len(other) + 1
-
-
-def test_an_identity_written_down_long_ago_still_holds() -> None:
-    """Checkpoints carry it: changing the normalization, or any default, orphans them all."""
-    assert job.identity(spec()) == "eb55066e48e49af263f324db507051df6af20188efbe4a18d41302c03608fee7"
-
-
-def test_every_key_is_of_one_kind_only() -> None:
-    assert not job.LIVE_KEYS & job.RESTART_KEYS
-    assert not (job.LIVE_KEYS | job.RESTART_KEYS) & job.PLACE_KEYS
-    assert set(JobSpec.model_fields) >= job.LIVE_KEYS | job.RESTART_KEYS | job.PLACE_KEYS | set(job.PATH_KEYS)
-
-
-def test_edits_are_told_apart() -> None:
-    old, new = spec(), spec(weight=2.0, die=3, lora_rank=8, output="/o", lora_alpha=64.0)
-    assert job.changes(old, new) == ({"weight", "die"}, {"lora_rank", "output"})
-    assert job.changes(old, spec(lora_alpha=64.0)) == (set(), set())
-    taken = job.with_live(old, new)
-    assert (taken.weight, taken.die, taken.lora_rank, taken.output) == (2.0, 3, 32, None)
-
-
-def test_live_keys_that_do_not_fit_the_rest_are_found() -> None:
-    """An edit is checked against the keys that stay, too: of one that only fits as a whole nothing is taken."""
-    assert job.changes(spec(), spec(eval_data="/e", eval_every=5, weight=2.0)) == (
-        set(), {"eval_data", "eval_every", "weight"})
-    assert job.changes(spec(warmup_steps=10), spec(max_steps=5)) == (set(), {"warmup_steps", "max_steps"})
-    with pytest.raises(BadJob, match="warmup_steps"):
-        job.with_live(spec(warmup_steps=10), spec(max_steps=5))
-
-
 # ---- paths ----
 
 
@@ -324,15 +276,17 @@ def test_output_root_holds_also_through_links(tmp_path: Path, config: Config) ->
 # ---- the older tool's list ----
 
 
-def test_the_older_tools_list_is_read() -> None:
+def test_the_older_tools_list_is_read(tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
     entry = {"die": 0, "model": "models/m", "data": "d/Code Data.jsonl", "output": "out/code", "lora_rank": 16,
              "lr": 1e-4, "epochs": 2, "seq_len": 256, "steps_per_visit": 5, "quantize": True}
     text = json.dumps([entry, {**entry, "output": "else/code", "die": 1}, {"model": "m", "data": "d/Code Data.jsonl"},
                        {"model": "m", "data": "d/...jsonl"}])
-    jobs = job.parse_legacy(text.encode(), base=Path("/w"))
+    jobs = job.parse_legacy(text.encode(), base=tmp_path)
     assert [i for i, _ in jobs] == ["code", "code-2", "Code-Data", "job"]
     first = jobs[0][1]
-    assert (first.model, first.output, first.quantize, first.epochs) == ("/w/models/m", "/w/out/code", "int8", 2.0)
+    assert (first.model, first.output, first.quantize, first.epochs) == (
+        f"{tmp_path}/models/m", f"{tmp_path}/out/code", "int8", 2.0)
     assert all(job.JOB_ID.fullmatch(i) for i, _ in jobs)
 
 
@@ -367,8 +321,8 @@ def test_the_documentation_names_every_key_and_its_kind() -> None:
     doc = (ROOT / "docs/job-file.md").read_text()
     rows = {line.split("|")[1].strip(" `"): line for line in doc.splitlines() if line.startswith("| `")}
     for key, field in JobSpec.model_fields.items():
-        kind = ("live" if key in job.LIVE_KEYS else "next place" if key in job.PLACE_KEYS
-                else "restart" if key in job.RESTART_KEYS
+        kind = ("live" if key in edits.LIVE_KEYS else "next place" if key in edits.PLACE_KEYS
+                else "restart" if key in edits.RESTART_KEYS
                 else "content" if key in job.INPUT_KEYS else "identity")
         assert f"| {kind} |" in rows[key], key
         assert f"| {field.description} |".replace("\n", " ") in rows[key], key

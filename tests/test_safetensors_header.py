@@ -135,5 +135,5 @@ def test_only_a_regular_file_is_opened(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "model.safetensors")
     with pytest.raises(BadJob, match="is not a regular file"):
         model_tensors(tmp_path)
-    with pytest.raises(BadJob, match="is no directory"):
+    with pytest.raises(BadJob, match="is not there"):
         model_tensors(tmp_path / "nowhere")

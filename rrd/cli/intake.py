@@ -6,14 +6,16 @@ import os
 import re
 import stat
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rrd import durable, toml
-from rrd.errors import BadJob, Denied, DiskTrouble
+from rrd import durable, inputs, toml
+from rrd.client import call
+from rrd.errors import BadJob, Denied, DiskTrouble, RrdError
 from rrd.job import MAX_BYTES, PATH_KEYS, JobSpec, check_paths, id_of, parse_job, parse_legacy, to_toml
 from rrd.text import one_line
+from rrd.toml import show
 
 if TYPE_CHECKING:
     from rrd.config import Config
@@ -30,13 +32,15 @@ class Incoming:
     spec: JobSpec
     text: bytes
     source: str
+    warnings: tuple[str, ...] = ()
+    """What is odd about it but may be meant, one sentence each."""
 
     @property
     def file(self) -> str:
         return f"{self.id}.toml"
 
     def missing(self) -> list[str]:
-        """A sentence for each input that is not there yet; the job will wait for it."""
+        """A sentence for each input that is not there yet; the job begins when it is."""
         named = {k: getattr(self.spec, k) for k in PATH_KEYS if k != "output"}
         return [f"{self.id}: `{k}` is not there yet: {v}" for k, v in named.items() if v and not os.path.exists(v)]
 
@@ -57,9 +61,7 @@ def read(source: str, config: Config) -> list[Incoming]:
                          hint="call it NAME.toml, NAME of letters, digits, _ and -, at most 63 of them")
         spec = parse_job(source, data, base=base)
         jobs = [Incoming(job_id, spec, with_full_paths(data.decode(), spec).encode(), source)]
-    for job in jobs:
-        _check_paths(job, config)
-    return jobs
+    return [replace(job, warnings=tuple(_look(job, config))) for job in jobs]
 
 
 def _bytes(path: Path) -> bytes:
@@ -80,11 +82,30 @@ def _read_regular(path: Path, limit: int) -> bytes:
         return f.read(limit)
 
 
-def _check_paths(job: Incoming, config: Config) -> None:
+def _look(job: Incoming, config: Config) -> list[str]:
+    """What is odd about ``job``. Raises BadJob for what would only be found out when its turn has come."""
     try:
         check_paths(job.id, job.spec, config)
+        _check_die(job.spec.die, config)
+        return [f"{job.id}: {sentence}" for sentence in inputs.look(job.spec)]
     except BadJob as e:
-        raise e if e.file else BadJob(e.message, hint=e.hint, file=one_line(job.source, 100), key=e.key) from None
+        source = one_line(job.source, 100)
+        raise e if e.file == source else BadJob(e.message, hint=e.hint, file=source, key=e.key) from None
+
+
+def _check_die(wish: int | str, config: Config) -> None:
+    """Whether the box has the die that is wished for, as far as it is known: the running daemon's, else rrd.toml's."""
+    if wish == "auto":
+        return
+    try:
+        dies = call(config.run_dir, "status")["dies"]
+    except RrdError:
+        dies = [{"name": die.name, "device": die.device} for die in config.dies]
+    answers = {str(die.get(key) or "").lower() for die in dies for key in ("name", "uuid", "pci_bus_id")}
+    silent = any(die["device"] != "cpu" and not die.get("uuid") for die in dies)  # its worker has not been started yet
+    if str(wish).lower() not in answers and (isinstance(wish, int) or not silent):
+        raise BadJob(f"`die`: there is no die {show(wish)}; the dies are {', '.join(die['name'] for die in dies)}",
+                     key="die", hint='leave it out, or die = "auto", for whichever is free; `rrd dies` lists them')
 
 
 def with_full_paths(text: str, spec: JobSpec) -> str:

@@ -21,7 +21,7 @@ from typing import Any
 import click
 from pydantic import BaseModel
 
-from rrd import __version__, job
+from rrd import __version__, edits
 from rrd.cli.app import COMMANDS, app
 from rrd.config import PATHS, Config, GateConfig, LaneConfig
 from rrd.helper import config as gate
@@ -228,7 +228,7 @@ def default(field: dict[str, Any]) -> str:
 def mark(model: type[BaseModel], name: str) -> str:
     if model is not JobSpec:
         return ""
-    return "live" if name in job.LIVE_KEYS else "restart" if name in job.RESTART_KEYS else ""
+    return "live" if name in edits.LIVE_KEYS else "restart" if name in edits.RESTART_KEYS else ""
 
 
 # ---- rrd-gate(8) ------------------------------------------------------------------------------------------------

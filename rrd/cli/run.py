@@ -97,5 +97,5 @@ def fill(config: Config, files: list[str]) -> None:
     if others:
         show.say(f"{count(len(others), 'other job')} of this state directory left out: "
                  + ", ".join(p.stem for p in others[:5]) + (", …" if len(others) > 5 else ""))
-    for sentence in (s for job in jobs for s in job.missing()):
+    for sentence in (s for job in jobs for s in (*job.missing(), *job.warnings)):
         show.warn(sentence)

@@ -47,9 +47,10 @@ def _check(file: str, config: Config, *, quiet: bool) -> list[dict[str, object]]
         return [{"file": file, "ok": False, "message": e.message, "hint": e.hint, "line": e.line, "key": e.key}]
     for job in jobs if not quiet else ():
         click.echo(f"{one_line(file, 500)}: " + click.style("ok", fg="green") + f", {describe(job)}")
-        for sentence in job.missing():
+        for sentence in (*job.missing(), *job.warnings):
             show.warn(sentence)
-    return [{"file": file, "ok": True, "job": j.id, "missing": j.missing(), "spec": show.plain(j.spec)} for j in jobs]
+    return [{"file": file, "ok": True, "job": j.id, "missing": j.missing(),
+             "warnings": list(j.warnings), "spec": show.plain(j.spec)} for j in jobs]
 
 
 def describe(job: Incoming) -> str:
@@ -88,7 +89,7 @@ def submit(files: tuple[str, ...], replace: bool, as_json: bool, where: Where) -
         show.as_json([{"job": j.id, "file": str(jobs_dir / j.file), "done": done[j.id]} for j in jobs])
     for job in jobs:
         show.say(f"{job.id}: {done[job.id]}")
-        for sentence in job.missing():
+        for sentence in (*job.missing(), *job.warnings):
             show.warn(sentence)
     _say_what_next(jobs, jobs_dir, running)
 

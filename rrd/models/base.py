@@ -12,7 +12,7 @@ from torch import Tensor
 from rrd.errors import BadJob
 from rrd.models import store
 from rrd.models.dtypes import choose
-from rrd.models.files import Progress, inspect
+from rrd.models.files import ModelFiles, Progress, inspect
 from rrd.models.layout import Layout
 from rrd.models.registry import Family
 
@@ -72,9 +72,8 @@ def load_base(
     compute = choose(str(dtype).removeprefix("torch."), device)[1] if compute is None else compute
     stored = compute if trainable else dtype
     files = inspect(Path(model_dir))
-    if trainable and not getattr(files.config, "trains_whole", True):
-        raise BadJob("this model's tensors are not stored as transformers uses them: it is not trained as a whole",
-                     key="method", hint='use method = "lora"')
+    if trainable:
+        check_whole(files)
     layout = Layout(files, stored, int8=bool(quantize))
     if store_dir is not None and device.type == "cpu" and not trainable:
         tensors, digest = store.shared(layout, Path(store_dir), progress)
@@ -83,6 +82,13 @@ def load_base(
     held = "int8-" * bool(quantize) + f"{stored}-{compute}-{device}".replace("torch.", "")
     key = f"{digest}-{held}" + ("-own" if trainable else "")
     return Base(key, files.config, tensors, digest, files.family, files.raw_config, stored, compute, trainable)
+
+
+def check_whole(files: ModelFiles) -> None:
+    """Whether all weights can be trained. Raises BadJob."""
+    if not getattr(files.config, "trains_whole", True):
+        raise BadJob("this model's tensors are not stored as transformers uses them: it is not trained as a whole",
+                     key="method", hint='use method = "lora"')
 
 
 def _own(layout: Layout, device: torch.device, progress: Progress | None) -> tuple[dict[str, Tensor], str]:

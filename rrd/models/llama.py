@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rrd.inputs import LLAMAS
 from rrd.models.layers import Embedding, Linear, RMSNorm, checkpointed
-from rrd.models.llama_config import MODEL_TYPES, LlamaConfig, read_config
+from rrd.models.llama_config import LlamaConfig, read_config
 from rrd.models.registry import CausalLM, Shape
 from rrd.ops.attention import attention
 from rrd.ops.linear import Group
@@ -132,11 +133,11 @@ class Llama:
     """The family, for the registry."""
 
     name = "llama"
-    reads = MODEL_TYPES
+    reads = LLAMAS
     lora_targets = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
     def matches(self, config: Mapping[str, Any], keys: Collection[str]) -> bool:
-        return config.get("model_type") in MODEL_TYPES
+        return config.get("model_type") in LLAMAS
 
     def read_config(self, config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> LlamaConfig:
         return read_config(config, shapes)

@@ -13,8 +13,6 @@ from torch import Tensor
 from rrd.errors import BadJob
 from rrd.models.registry import Shape
 
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaConfig:

@@ -12,11 +12,11 @@ import os
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import BinaryIO, NoReturn
 
 from rrd import roots
 from rrd.errors import BadJob
+from rrd.inputs import kind_of
 from rrd.text import one_line
 from rrd.train.shapes import BadLine, Record, Turn, turns_of
 
@@ -30,8 +30,6 @@ TEXT_PIECE = 1 << 16
 
 NAMED = 1000
 """So many bad lines are named; beyond them they are only counted."""
-
-_KINDS = {".jsonl": "lines", ".ndjson": "lines", ".json": "lines", ".txt": "text", ".parquet": "parquet"}
 
 
 @dataclass
@@ -133,15 +131,6 @@ def open_regular(path: str, *, what: str) -> BinaryIO:
         raise BadJob(f"{what} is not a regular file", file=path, hint=hint)
     roots.check(fd, path, "data" if what == "the data file" else "model")
     return os.fdopen(fd, "rb", buffering=1 << 20)
-
-
-def kind_of(path: str) -> str:
-    """What ``path`` holds by its name: "lines" of JSON, "text" or "parquet". Raises BadJob for other kinds."""
-    ending = Path(path).suffix.lower()
-    if ending not in _KINDS:
-        raise BadJob(f"data files end in .jsonl, .txt or .parquet, not {one_line(ending, 20) or 'nothing'}", file=path,
-                     hint="rename it to what it holds: .jsonl for one JSON object a line, .txt for plain text")
-    return _KINDS[ending]
 
 
 def _check_start(line: bytes, path: str) -> None:

@@ -27,6 +27,7 @@ from typing import Any, Protocol, TypeAlias
 import tokenizers
 
 from rrd.errors import BadJob
+from rrd.inputs import TOKENIZERS, no_tokenizer
 from rrd.text import one_line
 from rrd.train import template
 from rrd.train.read import BadLine, Record, Turn, open_regular
@@ -103,8 +104,7 @@ def load_tokenizer(path: str) -> TokenizerLike:
         for ending, kind in KINDS.items():
             if name.endswith(ending):
                 return kind(place if place.is_file() else place / name)
-    raise BadJob(f"no tokenizer found at {one_line(path, 200)}",
-                 hint=f"put {' or '.join(KINDS)} beside the model, or name one with tokenizer = \"...\"")
+    raise no_tokenizer(path)
 
 
 class HuggingFace:
@@ -358,5 +358,5 @@ def _world(file: Path) -> TokenizerLike:
     return World(file)
 
 
-KINDS: dict[str, Callable[[Path], TokenizerLike]] = {"tokenizer.json": HuggingFace, "rwkv_vocab_v20230424.txt": _world}
+KINDS: dict[str, Callable[[Path], TokenizerLike]] = dict(zip(TOKENIZERS, (HuggingFace, _world), strict=True))
 """How a tokenizer file's name ends, and what reads it. Further families register here."""

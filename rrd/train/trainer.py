@@ -16,8 +16,9 @@ from typing import Any, Literal
 
 import torch
 
-from rrd.errors import BadJob
-from rrd.job import JobSpec, identity_keys
+from rrd import inputs
+from rrd.edits import identity_keys
+from rrd.job import JobSpec
 from rrd.lora import attach
 from rrd.models import Base, build
 from rrd.models.registry import Recipe, facts_of, lora_targets_of, recipe_of
@@ -63,8 +64,7 @@ class Trainer:
 
     def _limit(self, chunk_len: int) -> None:
         if self.model.longest is None:
-            raise BadJob(f"{self.base.family.name} models cannot run a sample in pieces", key="chunk_len",
-                         hint="leave it out; gradient_checkpointing = true saves memory, too")
+            raise inputs.no_pieces(self.base.family.name)
         self.model.longest = chunk_len
 
     def _trainable(self) -> list[tuple[str, torch.nn.Parameter]]:

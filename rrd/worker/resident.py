@@ -14,18 +14,19 @@ from typing import IO, Any
 
 import torch
 
-from rrd import checkpoint, durable
-from rrd import job as jobs
+from rrd import adapter, checkpoint, durable, inputs, lora
 from rrd.durable import Bytes
+from rrd.edits import identity
 from rrd.errors import BadJob, Damaged, DiskTrouble
 from rrd.job import INPUT_KEYS, JobSpec
 from rrd.messages import Load
 from rrd.models import Base, dtypes, load_base
-from rrd.models.files import inspect
+from rrd.models.base import check_whole
+from rrd.models.files import ModelFiles, inspect
 from rrd.models.registry import lora_targets_of
 from rrd.ops import choice
 from rrd.safetensors_header import home_of
-from rrd.train import data, start
+from rrd.train import data
 from rrd.train.memory import Needs, estimate
 from rrd.train.publish import check_output
 from rrd.train.state import FORMAT, STATE, TENSORS, Staging, differences, restore
@@ -37,8 +38,9 @@ COMPATIBLE = '`resume = "compatible"` in the job file goes on all the same'
 Alive = Callable[[str, float], None]
 """Called during long work with what it is and the share done: the heartbeat."""
 
-LOCK_SECONDS = 60.0
-"""How long a load waits for the job's lock: a worker of a daemon that was killed may still be on its way out."""
+LOCK_SECONDS = 1.0
+"""How long a load waits for the job's lock, which holds up the lane: a worker of a daemon that was killed may still be
+on its way out. Then it is to be tried later."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ class Resident:
         assert self.written.is_set()
         self.staging.fill(self.trainer.optimizer)
         state = json.dumps(self.trainer.state(total, self.history.length), indent=1).encode()
-        return Saved(self.trainer.step, jobs.identity(self.trainer.spec),
+        return Saved(self.trainer.step, identity(self.trainer.spec),
                      {TENSORS: [self.staging.chunk()], STATE: [state]})
 
     def log(self, **line: Any) -> None:
@@ -101,10 +103,26 @@ def check(spec: JobSpec, output: Path) -> Needs:
     """
     files = inspect(Path(spec.model))
     check_output(output)
-    if spec.init_adapter:
-        start.check(Path(spec.init_adapter), spec, spec.lora_targets or lora_targets_of(files.family, files.config))
+    inputs.look(spec)
+    _check_model(spec, files)
     stored = dtypes.OF_NAME.get(spec.dtype, torch.float32)  # "auto" is the die's to choose; assume the larger
     return estimate(spec, files, stored, cuda=torch.version.cuda is not None)
+
+
+def _check_model(spec: JobSpec, files: ModelFiles) -> None:
+    """Whether the model can be trained as the job says. Raises BadJob."""
+    with torch.device("meta"):
+        model = files.family.skeleton(files.config, compute=torch.float32)
+    if spec.chunk_len is not None and model.longest is None:
+        raise inputs.no_pieces(files.family.name)
+    if spec.method == "full":
+        check_whole(files)
+        return
+    targets = spec.lora_targets or lora_targets_of(files.family, files.config)
+    found = lora.find(model, targets, (*spec.lora_ranks, *spec.lora_alphas))
+    if spec.init_adapter:
+        linears = {name: tuple(module.weight.shape) for name, module in found}
+        adapter.check(Path(spec.init_adapter), spec, targets, linears)
 
 
 def prepare(spec: JobSpec, cache_dir: Path, alive: Alive, *, processes: int = 1

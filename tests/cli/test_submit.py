@@ -8,6 +8,7 @@ import stat
 import tempfile
 from pathlib import Path
 
+import headers
 import pytest
 from conftest import Rrd
 from fake_daemon import FakeDaemon, snapshot
@@ -24,7 +25,7 @@ LEGACY = [{"die": 0, "model": "models/small", "data": "/data/code.jsonl", "outpu
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working directory with a model and data in it."""
     here = tmp_path / "here"
-    (here / "models/small").mkdir(parents=True)
+    headers.model(here / "models/small")
     (here / "data.txt").write_text("hello")
     monkeypatch.chdir(here)
     return here
@@ -98,6 +99,41 @@ def test_check_knows_where_the_configuration_allows_models(rrd: Rrd, here: Path)
     result = rrd("check", "a.toml", "-c", config)
     assert result.exit_code == 78
     assert "a.toml: `model` lies outside model_roots" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["check", "submit", "run"])
+@pytest.mark.parametrize(("line", "said"), [
+    ('data = "models"', "/models: `data` is a directory, and data is one file"),
+    ("die = 99", "`die`: there is no die 99; the dies are 0, 1, 2, 3, 4, 5"),
+    ('model = "org/name"', '`model` must be a full path, not "org/name"'),
+    ('model = "https://hub/org/name"', '`model` must be a path on this machine, not "https://hub/org/name"'),
+    ('output = "models/small/out"', "`output` lies in the directory of `model`, which is only read"),
+])
+def test_what_would_only_be_found_out_on_a_die_is_said_at_once(rrd: Rrd, here: Path, state: Path, line: str, said: str,
+                                                               command: str) -> None:
+    key = line.split()[0]
+    kept = "".join(text + "\n" for text in GOOD.splitlines() if not text.startswith(key))
+    config = write(here / "rrd.toml", "cpu_dies = 6\n")
+    result = rrd(command, write(here / "a.toml", kept + line + "\n"), "-c", config)
+    assert result.exit_code == 78 and "a.toml" in result.stderr and said in result.stderr
+    assert "hint: " in result.stderr and not (state / "jobs.d/a.toml").exists()
+
+
+def test_the_dies_are_those_of_the_running_daemon(rrd: Rrd, here: Path, daemon: FakeDaemon) -> None:
+    there = snapshot()
+    daemon.show(there)
+    write(here / "a.toml", GOOD + f"die = {there.dies[-1].name}\n")
+    write(here / "b.toml", GOOD + "die = 77\n")
+    assert rrd("check", "a.toml").exit_code == 0
+    assert "there is no die 77; the dies are 0, 1, 2, 3, 4, 5\n" in rrd("check", "b.toml").stderr
+
+
+def test_what_is_odd_is_a_warning(rrd: Rrd, here: Path) -> None:
+    result = rrd("check", write(here / "a.toml", GOOD + "eval_data = 'data.txt'\nseq_len = 2049\n"))
+    assert result.exit_code == 0 and result.stdout.startswith(f"{here}/a.toml: ok")
+    assert result.stderr.splitlines() == [
+        "warning: a: `eval_data` is the text that it trains on, so its loss says nothing about other text",
+        "warning: a: `seq_len` is 2049, and the model was made for up to 2048 tokens"]
 
 
 # ---- submit ------------------------------------------------------------------------------------------------------

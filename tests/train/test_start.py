@@ -14,12 +14,13 @@ from safetensors.torch import load_file, save_file
 from toys import make_data, make_model
 from transformers import AutoModelForCausalLM
 
+from rrd import adapter
 from rrd.errors import BadJob
 from rrd.job import JobSpec
 from rrd.models import load_base
 from rrd.models.files import inspect
 from rrd.models.registry import lora_targets_of
-from rrd.train import export, start
+from rrd.train import export
 from rrd.train.data import Dataset, prepare
 from rrd.train.trainer import Trainer
 
@@ -37,7 +38,7 @@ def job(root: Path, **keys: Any) -> JobSpec:
 def trainer(spec: JobSpec, root: Path, steps: int = 0) -> Trainer:
     files = inspect(Path(spec.model))
     if spec.init_adapter:
-        start.check(Path(spec.init_adapter), spec, spec.lora_targets or lora_targets_of(files.family, files.config))
+        adapter.check(Path(spec.init_adapter), spec, spec.lora_targets or lora_targets_of(files.family, files.config))
     data = prepare(spec.data, spec.model, seq_len=spec.seq_len, cache_dir=root / "cache" / "data")
     t = Trainer(spec, load_base(spec.model), Dataset.open(data.path), None, threads=1)
     for _ in range(steps):

@@ -5,6 +5,8 @@
 
 ``RRD_OPS``, such as ``wkv7=reference,int8=torch``, overrules the table in this process: to find out which op is wrong.
 Only ``wkv7`` has a reference of its own here; for others it means torch.
+
+The choice is a process's, but a job's checkpoint says what it was computed with: see ``begun_without``.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
@@ -118,6 +120,21 @@ def identity(device: torch.device) -> dict[str, str]:
         elif wished(op, device) == "reference":
             found[op] = "reference"
     return found
+
+
+def begun_without(saved: Mapping[str, str], device: torch.device) -> tuple[str, ...]:
+    """The ops with kernels on ``device`` that were not used where ``identity`` said ``saved``: a job that began so goes
+    on so (``by_torch``), though there are kernels by now."""
+    return tuple(op for op in TABLE if op not in saved and launcher(op, device) is not None)
+
+
+@contextlib.contextmanager
+def by_torch(ops: Iterable[str]) -> Iterator[None]:
+    """Have ``ops`` go by torch for a while: as long as a job computes that began without their kernels."""
+    with contextlib.ExitStack() as stack:
+        for op in ops:
+            stack.enter_context(overruled(op, "torch"))
+        yield
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from rrd.job import JobSpec
 from rrd.lora import attach
 from rrd.models import Base, build
 from rrd.models.registry import Recipe, facts_of, lora_targets_of, recipe_of
-from rrd.ops import pulse
+from rrd.ops import choice, pulse
 from rrd.optim.adamw import AdamW, matrices_decay
 from rrd.savings import Rung, in_force, united
 from rrd.train import start
@@ -49,6 +49,8 @@ class Trainer:
         recipe = recipe_of(base.family) if spec.method == "full" else Recipe()
         self.optimizer = AdamW(self.named, betas=spec.betas or recipe.betas, eps=spec.eps or recipe.eps,
                                weight_decay=spec.weight_decay, rule=recipe.rule or matrices_decay)
+        self.by_torch: tuple[str, ...] = ()
+        """Ops that have kernels here, and that the job began without: it goes on as it began."""
         self._beats = 0
         """Signs of life that the last step gave."""
         self.step = 0
@@ -119,7 +121,7 @@ class Trainer:
         batches = [self.data.batch_at(self.position + i * s.batch_size, s.batch_size, s.seed)
                    for i in range(s.grad_accum)]
         try:
-            with pulse.heard(alive, self.device, total=self._beats) as beats:
+            with choice.by_torch(self.by_torch), pulse.heard(alive, self.device, total=self._beats) as beats:
                 result = train_step(
                     self.model, self.optimizer, batches, lr=self.lr(total), clip_norm=s.clip_norm,
                     seeds=[seed_of(s.seed, self.step, i) for i in range(s.grad_accum)],
@@ -154,9 +156,11 @@ class Trainer:
         """What must be the same for a resumed run to give the same bits."""
         kernels = {"kernels": self.model.kernels} if self.model.kernels else {}
         began = {"init_adapter": self.began_as} if self.began_as else {}
+        with choice.by_torch(self.by_torch):
+            machine = machine_facts(self.device, self.threads)
         return {"job": identity_keys(self.spec), "base": self.base.digest, "data": self.data.digest,
                 "dtype": _name(self.base.dtype), "compute": _name(self.base.compute), **facts_of(self.base.family),
-                **machine_facts(self.device, self.threads), **kernels, **began}
+                **machine, **kernels, **began}
 
     def state(self, total: int, history_bytes: int) -> dict[str, Any]:
         """All of a checkpoint but the tensors."""
@@ -206,7 +210,7 @@ class Evaluation:
         t, size = self.trainer, self.trainer.spec.batch_size
         finer = in_force(rungs, t.step + 1).finer
         while self.at < len(self.held_out):
-            with pulse.heard(lambda _: alive(self.at / len(self.held_out)), t.device):
+            with choice.by_torch(t.by_torch), pulse.heard(lambda _: alive(self.at / len(self.held_out)), t.device):
                 loss, n = eval_loss(t.model, [t._to_die(self.held_out.in_file(self.at, size))], finer=finer)
             self.at, self.total, self.labels = self.at + size, self.total + loss, self.labels + n
             if enough(min(1.0, self.at / len(self.held_out))) and self.at < len(self.held_out):

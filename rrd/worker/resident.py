@@ -164,6 +164,7 @@ def load(order: Load, *, device: str, threads: int, job_dir: Path, cache_dir: Pa
         if note := choice.make_ready(trainer.device, cache_dir, lambda: alive("building the kernels", 0.0)):
             notes.append(note)
             trainer.model.without_kernels = note
+        _go_on_as_begun(job_dir, trainer, notes)
         staging = Staging(trainer.optimizer)
         state, fallbacks = _newest_valid(job_dir, trainer, staging, notes)
         if state is None and (fallbacks or order.expect_step):
@@ -236,6 +237,17 @@ def _saved_identity(job_dir: Path) -> dict[str, Any]:
     return {}
 
 
+def _go_on_as_begun(job_dir: Path, trainer: Trainer, notes: list[str]) -> None:
+    """A job that began by torch alone goes on so when there are kernels by now: with them it would give other bits."""
+    saved = _saved_identity(job_dir)
+    if not saved or trainer.spec.resume != "exact":
+        return
+    trainer.by_torch = choice.begun_without(saved.get("ops", {}), trainer.device)
+    if trainer.by_torch:
+        notes.append(f"it goes on without the kernels for {', '.join(trainer.by_torch)}, as it began; "
+                     '`resume = "compatible"` uses them from here on: faster, and not bit for bit')
+
+
 def _newest_valid(job_dir: Path, trainer: Trainer, staging: Staging, notes: list[str]
                   ) -> tuple[dict[str, Any] | None, list[str]]:
     """Restore the newest checkpoint whose every byte holds; those that do not are put aside.
@@ -290,9 +302,22 @@ def _check_identity(name: str, saved: dict[str, Any], trainer: Trainer, notes: l
     if saved["data"] != now["data"] and trainer.spec.resume == "exact":
         raise BadJob(f"{name} was trained on other text than {trainer.spec.data} gives now",
                      hint=f"put the data and its tokenizer back, or `rrd restart --fresh`; {COMPATIBLE}")
-    changed = differences({**saved, "job": {}}, {**now, "job": {}})
+    changed = differences({**saved, "job": {}, "ops": {}}, {**now, "job": {}, "ops": {}})
+    if (was_by := saved.get("ops", {})) != (now_by := now.get("ops", {})):
+        changed.append(_other_kernels(was_by, now_by, trainer.device))
     if changed and trainer.spec.resume == "exact":
         raise BadJob(f"{name} cannot be continued exactly: {'; '.join(changed)}",
                      hint=COMPATIBLE)
     if changed:
         notes.append(f"{name} is continued, but not bit for bit: {'; '.join(changed)}")
+
+
+def _other_kernels(saved: Mapping[str, str], now: Mapping[str, str], device: torch.device) -> str:
+    """How the kernels that a checkpoint was computed with differ from those here, as half a sentence."""
+    if gone := [op for op in saved if op not in now]:
+        return f"its kernels for {', '.join(gone)} are not to be had: {choice.why_not(gone[0], device) or 'RRD_OPS'}"
+    if new := [op for op in now if op not in saved]:
+        return f"it began without kernels for {', '.join(new)}"
+    other = [op for op in saved if saved[op] != now[op]]
+    were, here = saved[other[0]], now[other[0]]
+    return f"its kernels for {', '.join(other)} were another build ({were}) than those here ({here})"

@@ -44,6 +44,7 @@ class Host:
         self.seed, self.name = seed, "the host build"
         self._programs, self._running = programs, dict[str, subprocess.Popen[bytes]]()
         self.launches: list[str] = []
+        self.digests: dict[str, str] = {}
         self.barriers = self.shuffles = 0
 
     def __call__(self, name: str, grid: Sequence[int], *args: object) -> None:

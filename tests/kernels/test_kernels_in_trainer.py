@@ -12,6 +12,7 @@ from host_build import PLAIN, Host, host_of, needs_gxx
 from kernel_cases import CASES
 from toys import make_data, make_model
 
+from rrd.errors import BadJob
 from rrd.job import JobSpec
 from rrd.models import load_base
 from rrd.ops import choice
@@ -19,6 +20,7 @@ from rrd.train import data
 from rrd.train.state import Staging, named_parameters, restore
 from rrd.train.step import NotFinite
 from rrd.train.trainer import Trainer
+from rrd.worker import resident
 
 pytestmark = needs_gxx
 
@@ -148,3 +150,58 @@ def test_the_reference_trains_as_torch_does(inputs: Path, monkeypatch: pytest.Mo
     assert got != expected
     for mine, theirs in zip(got, expected, strict=True):
         assert mine == pytest.approx(theirs, rel=2e-5)
+
+
+# ---- a job goes on as it began --------------------------------------------------------------------------------------
+
+
+def as_on_a_die(monkeypatch: pytest.MonkeyPatch, host: Host) -> None:
+    """Kernels by the table's rules: what is overruled goes by torch."""
+    wished = lambda op, device: choice._asked().get(op, "kernel")  # noqa: E731
+    host.digests = dict.fromkeys(choice.TABLE, "0123")
+    monkeypatch.setattr(choice, "wished", wished)
+    monkeypatch.setattr(choice, "launcher", lambda op, device: host if wished(op, device) == "kernel" else None)
+    monkeypatch.setattr(choice, "why_not", lambda op, device: "no NVRTC")
+    host.launches.clear()
+
+
+def test_what_began_by_torch_goes_on_by_torch_beside_jobs_that_do_not(inputs: Path, host: Host,
+                                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+    straight, first = trainer_of(inputs, "llama", "lora"), trainer_of(inputs, "llama", "lora")
+    run(straight, 3)
+    run(first, 2)
+    saved, identity = Staging(first.optimizer), first.identity()
+    saved.fill(first.optimizer)
+    as_on_a_die(monkeypatch, host)
+    other, second = trainer_of(inputs, "llama", "lora"), trainer_of(inputs, "llama", "lora")
+    second.by_torch = choice.begun_without(identity.get("ops", {}), second.device)
+    assert second.by_torch == tuple(choice.TABLE) and second.identity() == identity
+    restore(second.optimizer, saved.chunk(), "state.safetensors")
+    second.step = second.optimizer.steps = 2
+    run(other, 1)
+    used = len(host.launches)
+    run(second, 1)
+    assert used and len(host.launches) == used
+    assert all(torch.equal(second.optimizer.flat[k], straight.optimizer.flat[k]) for k in straight.optimizer.flat)
+    assert other.identity()["ops"] == host.digests and choice.begun_without(host.digests, other.device) == ()
+    run(other, 1)
+    assert len(host.launches) > used
+
+
+def test_a_loaded_job_is_told_so_and_what_cannot_go_on_is_said(inputs: Path, host: Host, tmp_path: Path,
+                                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = trainer_of(inputs, "llama", "lora")
+    saved = trainer.identity()
+    monkeypatch.setattr(resident, "_saved_identity", lambda job_dir: saved)
+    as_on_a_die(monkeypatch, host)
+    notes: list[str] = []
+    resident._go_on_as_begun(tmp_path, trainer, notes)
+    resident._check_identity("ckpt-1", saved, trainer, notes)
+    assert notes == ["it goes on without the kernels for wkv7, int8, adamw, xent, as it began; "
+                     '`resume = "compatible"` uses them from here on: faster, and not bit for bit']
+    for ops, said in (({"xent": "4567"}, "its kernels for xent were another build (4567) than those here (0123)"),
+                      ({"xent": "0123", "old": "1"}, "its kernels for old are not to be had: no NVRTC")):
+        trainer.by_torch = choice.begun_without(ops, trainer.device)
+        with pytest.raises(BadJob) as e:
+            resident._check_identity("ckpt-1", {**saved, "ops": ops}, trainer, notes)
+        assert e.value.message == f"ckpt-1 cannot be continued exactly: {said}"

@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN     = $(VENV)/bin
 
-.PHONY: demo demo-clean test test-oldest lint bench campaign soak deb clean
+.PHONY: demo demo-clean test test-oldest lint bench campaign soak deb deb-tree clean
 .DELETE_ON_ERROR:
 
 $(VENV)/.done: pyproject.toml packaging/constraints.txt
@@ -28,7 +28,7 @@ demo-clean:
 
 # The figures of docs/benchmarks.md. About an hour; the box should have nothing else to do.
 bench: $(VENV)/.done
-	@for b in daemon rotation aggregate train rwkv tokenize; do $(BIN)/python tests/bench/bench_$$b.py || exit 1; done
+	@for b in daemon rotation aggregate train int8 rwkv tokenize gate; do $(BIN)/python tests/bench/bench_$$b.py || exit 1; done
 
 # Everything: lint, types, floors, tests. One thread each: the tests bring their own side-by-side.
 TESTS ?= tests
@@ -63,11 +63,13 @@ campaign: $(VENV)/.done
 # A Debian package, by debhelper (apt-get install debhelper): build/rrd_VERSION_all.deb. What wants Python is made first.
 BUILD ?= build
 DEB    = $(BUILD)/deb/rrd
-deb: $(VENV)/.done
+deb-tree:
 	rm -rf $(BUILD)/deb && mkdir -p $(DEB)/completion
-	cp -a pyproject.toml README.md CHANGELOG.md LICENSE rrd units etc docs packaging $(DEB)
+	cp -a pyproject.toml README.md CHANGELOG.md LICENSE rrd kernels units etc docs packaging $(DEB)
 	cp -a packaging/debian $(DEB)/debian && cp packaging/completion/rrd.bash $(DEB)/completion/rrd
 	find $(DEB) -name __pycache__ -prune -exec rm -rf {} +
+
+deb: $(VENV)/.done deb-tree
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation -w $(DEB)/wheel $(DEB)
 	$(BIN)/python -m rrd.cli.manual $(DEB)/man packaging/bin/rrd-setup && rm -rf $(DEB)/build $(DEB)/*.egg-info
 	cd $(DEB) && dpkg-buildpackage --build=binary --no-sign >../build.log 2>&1 || { tail -30 ../build.log; exit 1; }

@@ -228,12 +228,15 @@ def _compile(command: Sequence[str], alive: Alive) -> None:
 
 
 def main(argv: list[str]) -> int:
+    """All that there is to build: the recurrence's, and the tokenizer's."""
+    place = Path(argv[0]) if argv else default_cache_dir()
     try:
-        found = _checked(build(Path(argv[0]) if argv else default_cache_dir(), check=_checked))
+        found = _checked(build(place, check=_checked))
+        build(place, source=SOURCE.with_name("world.cpp"))
     except RrdError as e:
         print(f"rrd: {e}", file=sys.stderr)
         return 1
-    print(f"{found.name}: vectors of {found.lanes} floats")
+    print(f"{found.name}: vectors of {found.lanes} floats, in {place}")
     return 0
 
 

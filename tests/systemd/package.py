@@ -15,9 +15,9 @@ def build(directory: Path, version: str) -> Path:
     """``make deb`` of this checkout, as ``version``."""
     tree = directory / version
     tree.mkdir(parents=True)
-    for name in ("Makefile", "pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE", "rrd", "units", "etc", "docs",
-                 "packaging"):
-        (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, tree / name)
+    for name in ("Makefile", "pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE", "rrd", "kernels", "units", "etc",
+                 "docs", "packaging"):
+        subprocess.run(["cp", "-a", ROOT / name, tree], check=True)  # links as links, as in a checkout
     init, log = tree / "rrd/__init__.py", tree / "packaging/debian/changelog"
     old = init.read_text().split('"')[-2]
     init.write_text(init.read_text().replace(old, version))

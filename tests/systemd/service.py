@@ -57,8 +57,9 @@ def with_rrd() -> tuple[dict[str, tuple[str, int]], dict[str, str], dict[Path, s
     files[f"{VENV}/bin/rrd"] = (f"#!{VENV}/bin/python\nfrom rrd.cli import main\nmain()\n", 0o755)
     gate = f"#!{VENV}/bin/python -I\nimport sys\nfrom rrd.helper.main import main\nsys.exit(main())\n"
     files[f"{VENV}/bin/rrd-gate"] = (gate, 0o755)
-    binds |= {ROOT / "rrd": f"{SITE}/rrd", ROOT / "units": f"{VENV}/share/rrd/units",
-              ROOT / "etc": f"{VENV}/share/rrd/etc", ROOT / "packaging/completion": f"{VENV}/share/rrd/completion"}
+    binds |= {ROOT / "rrd": f"{SITE}/rrd", ROOT / "kernels": f"{SITE}/kernels",
+              ROOT / "units": f"{VENV}/share/rrd/units", ROOT / "etc": f"{VENV}/share/rrd/etc",
+              ROOT / "packaging/completion": f"{VENV}/share/rrd/completion"}
     return files, links, binds
 
 

@@ -59,11 +59,15 @@ def test_installed_it_runs_and_trains(service: Service) -> None:
     service.wait_done("first")
     assert service.machine.run("rrd", "--version") == "rrd 0.1.0"
     assert service.machine.run("ls", f"{VENV}/share/rrd/units/rrd.service"), "for install-service, where no package is"
+    assert service.machine.run("ls", f"{SITE}/rrd/kernels/rwkv7_cpu.cpp"), "a link in the checkout"
     assert "rrd" in service.machine.run("man", "-w", "rrd", "rrd.toml", "rrd-job", "rrd-gate", "rrd-setup")
 
 
 def test_an_upgrade_saves_every_job_and_goes_on(service: Service) -> None:
     machine = service.machine
+    machine.write("/etc/rrd/gate.toml", '[[group]]\nbackend = "command"\ndies = ["0"]\nacquire = ["/bin/true"]\n'
+                                        'release = ["/bin/true"]\n')
+    service.systemctl("enable", "--now", "rrd-gate.socket")
     service.drop("second", max_steps=ENDLESS, checkpoint_every=1000)
     service.wait_step("second", 10)
     since = service.now()
@@ -76,6 +80,8 @@ def test_an_upgrade_saves_every_job_and_goes_on(service: Service) -> None:
     again = service.history("second")
     assert again == list(range(1, len(again) + 1)), "each step once"
     assert service.property("NRestarts") == "0"
+    assert service.property("ActiveState", "rrd-gate.socket") == "active"
+    machine.run("rm", "/etc/rrd/gate.toml")
 
 
 def test_removed_and_purged_it_leaves_what_is_somebodys_work(service: Service) -> None:

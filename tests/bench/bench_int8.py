@@ -1,11 +1,11 @@
 """What an int8 base costs in time: one LoRA step over a float base and over the same quantized, turn about.
 
     python tests/bench/bench_int8.py [--model 140m] [--seq 512] [--dtype float32] [--rounds 9]
-    python tests/bench/bench_int8.py --error .demo/models/SmolLM2-135M-Instruct
+    python tests/bench/bench_int8.py --error .demo/models/SmolLM2-135M-Instruct [--samples 8]
 
 Printed: median seconds a step of each, their ratio, and the bytes that the bases hold. With ``--error``: what weights
 of less precision do to the loss and the LoRA gradient of a real model, for int8 with a scale a row (what rrd does),
-int8 with finer scales, and bf16, on the text of README.md.
+int8 with finer scales, and bf16, on the first 512 tokens of README.md and of as many files of docs/ as there are more samples.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pathlib import Path
 
 import bench_train as bench
 import torch
+from rig import Results
 from torch import Tensor
 
 from rrd.lora import attach
@@ -37,11 +38,13 @@ def main() -> None:
     p.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     p.add_argument("--rounds", type=int, default=9)
     p.add_argument("--error", type=Path, metavar="MODEL")
+    p.add_argument("--samples", type=int, default=1)
     args = p.parse_args()
     if args.error:
-        errors(args.error)
+        errors(args.error, args.samples)
         return
     bench.settle(1)
+    results = Results("int8")
     figure = bench.Figure(args.model, args.seq, args.dtype, "lora", 0.0)
     with tempfile.TemporaryDirectory() as where:
         bench.make_model(figure, where)
@@ -52,8 +55,11 @@ def main() -> None:
             step()
             taken[name].append(time.process_time() - start)
     exact, int8 = (statistics.median(t[1:] or t) for t in taken.values())
-    print(f"{args.model}, {args.seq} tokens: {args.dtype} {exact:.3f} s a step, int8 {int8:.3f} s, "
-          f"ratio {int8 / exact:.3f}")
+    what = f"LoRA step, {args.model}, T={args.seq}"
+    results.add(f"{what}: {args.dtype} base", exact, "s")
+    results.add(f"{what}: int8 base", int8, "s")
+    results.add(f"{what}: int8 to {args.dtype}", int8 / exact, "times", most=1.15)
+    results.finish()
 
 
 def side(where, figure, *, quantize):  # type: ignore[no-untyped-def]
@@ -75,6 +81,17 @@ def by_row(w: Tensor) -> Tensor:
     return q * s[:, None]
 
 
+def by_row_searched(w: Tensor) -> Tensor:
+    """The scale a row of the least square error: the largest weights may be cut."""
+    best, least = w, torch.full((len(w), 1), torch.inf)
+    for share in torch.linspace(0.7, 1.0, 31):
+        s = w.abs().amax(1, keepdim=True) * share / 127.0
+        rounded = (w / s).round().clamp(-127, 127) * s
+        gone = (rounded - w).square().sum(1, keepdim=True)
+        best, least = torch.where(gone < least, rounded, best), torch.minimum(gone, least)
+    return best
+
+
 def by_group(width: int) -> Callable[[Tensor], Tensor]:
     """A scale, stored as fp16, for every ``width`` weights of a row: 1 + 2 / ``width`` bytes a weight."""
 
@@ -87,41 +104,49 @@ def by_group(width: int) -> Callable[[Tensor], Tensor]:
 
 
 FORMATS: dict[str, tuple[float, Callable[[Tensor], Tensor]]] = {
-    "int8, a scale a row": (1.0, by_row), "int8, a scale for 64": (1 + 2 / 64, by_group(64)),
-    "int8, a scale for 32": (1 + 2 / 32, by_group(32)),
+    "int8, a scale a row": (1.0, by_row), "int8, a scale a row, searched": (1.0, by_row_searched),
+    "int8, a scale for 64": (1 + 2 / 64, by_group(64)), "int8, a scale for 32": (1 + 2 / 32, by_group(32)),
     "bf16": (2.0, lambda w: (w * 1.3).bfloat16().float() / 1.3),  # these weights are bf16: scaled, they are rounded
     "fp32 with noise of 0.1 %": (4.0, lambda w: w + 1e-3 * w.std() * torch.randn_like(w))}
 
 
-def errors(model: Path) -> None:
+def errors(model: Path, samples: int) -> None:
     from tokenizers import Tokenizer
 
-    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    ids = torch.tensor(Tokenizer.from_file(str(model / "tokenizer.json")).encode(text).ids[:513])[None]
-    loss, grad = gradient(load_base(model), ids)
+    top = Path(__file__).parents[2]
+    texts = [f.read_text(encoding="utf-8") for f in [top / "README.md", *sorted(top.glob("docs/*.md"))][:samples]]
+    tok = Tokenizer.from_file(str(model / "tokenizer.json"))
+    ids = torch.tensor([tok.encode(t).ids[:513] for t in texts])
+    loss, whole = gradient(load_base(model), ids)
+    grad = torch.cat(whole)
     for name, (size, rounded) in FORMATS.items():
-        base, gone, whole = load_base(model), 0.0, 0.0
+        base, gone, all_of_it = load_base(model), 0.0, 0.0
         for n in sorted(quantized_names(base.family, base.config)):
             w = base.tensors[n]
             base.tensors[n] = rounded(w)
-            gone, whole = gone + float((base.tensors[n] - w).square().sum()), whole + float(w.square().sum())
-        other_loss, other = gradient(base, ids)
-        print(f"{name}: {size:.2f} bytes a weight, weights {(gone / whole) ** 0.5:.2%} off; loss "
+            gone += float((base.tensors[n] - w).square().sum())
+            all_of_it += float(w.square().sum())
+        other_loss, parts = gradient(base, ids)
+        other = torch.cat(parts)
+        norms = torch.tensor([abs(float(a.norm() / b.norm()) - 1) for a, b in zip(parts, whole, strict=True)])
+        print(f"{name}: {size:.2f} bytes a weight, weights {(gone / all_of_it) ** 0.5:.2%} off; loss "
               f"{abs(other_loss / loss - 1):.2%}, gradient's norm {abs(float(other.norm() / grad.norm()) - 1):.2%}, "
-              f"gradient {float((other - grad).norm() / grad.norm()):.1%} off, cosine "
+              f"each tensor's norm {float(norms.median()):.1%} (median; {float((norms < 0.01).float().mean()):.0%} of "
+              f"them within 1 %), gradient {float((other - grad).norm() / grad.norm()):.1%} off, cosine "
               f"{float(other @ grad / other.norm() / grad.norm()):.4f}", flush=True)
 
 
-def gradient(base: Base, ids: Tensor) -> tuple[float, Tensor]:
-    """Loss and all LoRA gradients, B's included: they begin at a random place."""
+def gradient(base: Base, ids: Tensor) -> tuple[float, list[Tensor]]:
+    """Loss and all LoRA gradients, a tensor each, B's included: they begin at a random place."""
     model, g = build(base), torch.Generator().manual_seed(3)
     named = attach(model, targets=base.family.lora_targets, rank=4)
     for name, p in named:
         if "lora_B" in name:
             p.data.normal_(generator=g, std=0.01)
     optimizer = AdamW(named)
-    result = train_step(model, optimizer, [Batch(ids[:, :-1], ids[:, 1:])], lr=0.0, clip_norm=0.0, seeds=[0])
-    return result.loss, optimizer.grad.double()
+    batches = [Batch(i[None, :-1], i[None, 1:]) for i in ids]
+    result = train_step(model, optimizer, batches, lr=0.0, clip_norm=0.0, seeds=[0] * len(batches))
+    return result.loss, [optimizer.view("grad", slot).flatten().double() for slot in optimizer.layout]
 
 
 if __name__ == "__main__":

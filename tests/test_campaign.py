@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import campaign
+import growth
 import kills
 import pytest
 import soak
@@ -37,7 +38,7 @@ def test_a_past_that_must_not_be_is_seen(tmp_path: Path) -> None:
 
 def test_growth_is_told_from_noise_and_from_another_process(tmp_path: Path) -> None:
     grows = [[(float(t), 100.0 * life + t / 36 + (-1) ** t) for t in range(100)] for life in range(3)]
-    slope, seen = soak._slope(grows)
+    slope, seen = growth.slope(grows)
     assert slope == pytest.approx(100, rel=0.05) and seen == 297
 
 

@@ -20,8 +20,7 @@ from typing import Any
 import pytest
 from boxes import Box, box, toy_keys
 from disks import small_disk
-from safetensors.torch import load_file, save_file
-from toys import make_data, make_model, write_job
+from toys import make_data, make_model, make_poisoned, write_job
 
 from rrd.errors import NoSuchJob, NotRunning, RrdError, TryLater
 from rrd.job import to_toml
@@ -363,23 +362,13 @@ def test_a_full_disk_pauses_the_jobs_and_they_go_on_by_themselves(tmp_path: Path
 
 
 def test_a_loss_that_is_no_number_stops_the_job_or_is_skipped_and_held_out_data_is_measured(tmp_path: Path) -> None:
-    keys = toy_keys(tmp_path, max_steps=24, grad_accum=1, batch_size=1, checkpoint_every=5)
-    poisoned = make_model(tmp_path / "poisoned", tie=False)
-    tensors = load_file(poisoned / "model.safetensors")
-    from tokenizers import Tokenizer
-
-    (token,) = Tokenizer.from_file(str(poisoned / "tokenizer.json")).encode("~").ids
-    tensors["model.embed_tokens.weight"][token] = float("nan")
-    save_file(tensors, poisoned / "model.safetensors", metadata={"format": "pt"})
-    data = tmp_path / "data.jsonl"
-    rows = data.read_text().splitlines()
-    with open(data, "w") as f:
-        for i, row in enumerate(rows):
-            f.write((row if i % 8 != 3 else json.dumps({"prompt": "~~~ ", "completion": f"that is ~ {i}"})) + "\n")
+    poisoned = make_poisoned(tmp_path / "poisoned")
+    data = poisoned["data"]
+    keys = {**toy_keys(tmp_path, max_steps=24, grad_accum=1, batch_size=1, checkpoint_every=5), "data": data}
     with box(tmp_path, "cpu_dies = 2\n") as b:
-        write_job(b.jobs_dir, "stops", **{**keys, "model": str(poisoned)})
-        write_job(b.jobs_dir, "skips", **{**keys, "model": str(poisoned)}, on_nan="skip")
-        write_job(b.jobs_dir, "sound", **keys, eval_data=str(data), eval_every=10)
+        write_job(b.jobs_dir, "stops", **{**keys, **poisoned})
+        write_job(b.jobs_dir, "skips", **{**keys, **poisoned}, on_nan="skip")
+        write_job(b.jobs_dir, "sound", **keys, eval_data=data, eval_every=10)
         b.start()
         b.wait_done("skips", "sound")
         stopped = b.wait_state("stops", "failed")

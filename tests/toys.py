@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from rrd.job import to_toml
@@ -71,6 +71,21 @@ def make_data(path: Path, rows: int = 24) -> Path:
              for i in range(rows)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
+
+
+def make_poisoned(path: Path, rows: int = 24) -> dict[str, str]:
+    """Keys of a job with a model that computes NaN for each eighth sample: those with a ``~``."""
+    model = make_model(path / "model", tie=False)
+    tensors = load_file(model / "model.safetensors")
+    (token,) = Tokenizer.from_file(str(model / "tokenizer.json")).encode("~").ids
+    tensors["model.embed_tokens.weight"][token] = float("nan")
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    data = make_data(path / "data.jsonl", rows)
+    lines = data.read_text().splitlines()
+    for i in range(3, rows, 8):
+        lines[i] = json.dumps({"prompt": "~~~ ", "completion": f"that is ~ {i}"})
+    data.write_text("\n".join(lines) + "\n")
+    return {"model": str(model), "data": str(data)}
 
 
 def write_job(jobs_dir: Path, name: str, **keys: Any) -> Path:

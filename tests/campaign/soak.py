@@ -16,7 +16,6 @@ import signal
 import sys
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,9 +27,13 @@ from apart import apart  # noqa: E402
 from boxes import box, digest_of, toy_keys, write_job  # noqa: E402
 from campaign import where  # noqa: E402
 from cuts import LoopDisk, why_no_loop  # noqa: E402
+from growth import Growth  # noqa: E402
 from kills import faults_of  # noqa: E402
 from table import Row, show, timed  # noqa: E402
+from toys import make_poisoned  # noqa: E402
+from within import Within  # noqa: E402
 
+from rrd import checkpoint  # noqa: E402
 from rrd.errors import RrdError  # noqa: E402
 from rrd.snapshot import DieView, JobView, Snapshot  # noqa: E402
 
@@ -40,10 +43,9 @@ SHAPES: list[dict[str, Any]] = [
     for n, (every, visit, more) in enumerate([
         (7, 3, {}), (20, 5, {}), ("2s", 10, {}), (3, 1, {"batch_size": 2}), ("1s", "auto", {"visit_seconds": 0.1}),
         (50, 25, {"lora_rank": 8}), (10, 4, {"method": "full", "lr": 0.001}), ("5s", 7, {"weight_decay": 0.1}),
-        (15, 2, {"lora_dropout": 0.0}), (9, 9, {"grad_accum": 1}), ("3s", 6, {"quantize": True}),
+        (15, 2, {"lora_dropout": 0.0}), (9, 9, {"grad_accum": 1, "on_nan": "skip"}), ("3s", 6, {"quantize": True}),
         (30, "auto", {"visit_seconds": 0.5, "keep": 1})])]
-WARM_UP = 40.0
-"""Seconds of a process's life that say nothing of its later memory."""
+INODES = 20_000
 LAST_SECONDS = 900.0
 """For the jobs that are left when the faults have ended."""
 OK_KINDS = frozenset({"ledger"})
@@ -60,19 +62,23 @@ class Soak:
         self.row = Row(f"soak of {minutes:g} minutes, {len(SHAPES)} jobs at a time")
         self.serial = 0
         self.shape_of: dict[str, int] = {}
-        self.best: dict[str, int] = {}
-        self.samples: dict[tuple[str, int], list[tuple[float, float, int, int]]] = defaultdict(list)
-        """Of each process: (monotonic time, MiB, open files, jobs that it holds)."""
+        self.hit: dict[str, float] = {}
+        """When each die's worker was last hit, in Unix time."""
+        self.flipped: dict[str, str] = {}
+        """The checkpoint of a job of which a bit was flipped."""
+        self.growth = Growth()
         self.later: list[tuple[float, Callable[[], None]]] = []
         self.full_until = 0.0
         self.stopped: list[int] = []
+        self.within = Within(root / "faults" / "script.json", self.chance)
 
     def run(self) -> Row:
         self.inputs.mkdir(parents=True)
+        self.poisoned = make_poisoned(self.inputs / "poisoned")
         self.wanted = self._straight()
         with contextlib.ExitStack() as stack:
             if self.disk:
-                stack.enter_context(LoopDisk(self.root / "box", size=4 << 30))
+                stack.enter_context(LoopDisk(self.root / "box", size=4 << 30, inodes=INODES))
             self.b = stack.enter_context(box(self.root / "box", CONFIG))
             self._soak()
         return self.row
@@ -86,7 +92,8 @@ class Soak:
             return [digest_of(b.state / "adapters" / f"s{n}") for n in range(len(SHAPES))]
 
     def _keys(self, shape: int, **more: Any) -> dict[str, Any]:
-        return toy_keys(self.inputs, **{**SHAPES[shape], "max_steps": self.steps, **more})
+        nan = self.poisoned if SHAPES[shape].get("on_nan") else {}
+        return toy_keys(self.inputs, **{**SHAPES[shape], **nan, "max_steps": self.steps, **more})
 
     # --- the loop ---
 
@@ -94,7 +101,7 @@ class Soak:
         b = self.b
         for n in range(len(SHAPES)):
             self._submit(n)
-        b.start()
+        b.start(**self.within.environment)
         end, next_fault, next_sample = time.monotonic() + 60 * self.minutes, time.monotonic() + 20, 0.0
         while (now := time.monotonic()) < end:
             self._do_what_is_due(now)
@@ -102,7 +109,7 @@ class Soak:
                 self._take_in(s)
                 if now >= next_sample:
                     next_sample = now + 5
-                    self._sample(s)
+                    self.growth.sample(s)
                 if now >= next_fault:
                     next_fault = now + self.chance.uniform(2, 10)
                     self._fault(s)
@@ -113,15 +120,17 @@ class Soak:
             if (s := b.snapshot()) is not None:
                 self._take_in(s, renew=False)
             time.sleep(0.5)
+        self.row.count(*self.within.withdraw())
         self.row.wrong += [f"{name} was never done" for name in self.shape_of]
         if b.stop() != 0:
             self.row.wrong.append("exit status not 0")
-        self._judge_memory()
+        wrong, self.row.note = self.growth.judge()
+        self.row.wrong += wrong
 
     def _submit(self, shape: int) -> None:
         self.serial += 1
         name = f"job{self.serial}"
-        self.shape_of[name], self.best[name] = shape, 0
+        self.shape_of[name] = shape
         write_job(self.b.jobs_dir, name, **self._keys(shape))
 
     def _take_in(self, s: Snapshot, *, renew: bool = True) -> None:
@@ -136,15 +145,18 @@ class Soak:
             (self.b.jobs_dir / f"{j.id}.toml").unlink(missing_ok=True)
             if renew:
                 self._submit(shape)
-        if fenced := [d.name for d in s.dies if d.state == "fenced"]:
-            self.row.wrong.append(f"fenced: {fenced}")
-            for die in fenced:
-                self.b.ask("unfence", die=die)
+        for die in s.dies:
+            if die.state == "fenced" and "GPU is lost" not in die.why:  # that one comes back by itself
+                self.row.wrong.append(f"die {die.name} is fenced: {die.why}")
+                self.b.ask("unfence", die=die.name)
 
     def _judge(self, j: JobView, shape: int) -> None:
         self.row.trials += 1
-        at = self.b.state / "jobs" / j.id
-        self.row.wrong += [f"{j.id}: {fault}" for fault in faults_of(at, self.steps, OK_KINDS)]
+        flipped = self.flipped.get(j.id)
+        known = (flipped, f"step {int(flipped[5:])} was announced") if flipped else ()
+        allowed = OK_KINDS | {"checkpoint_damaged"} if flipped else OK_KINDS
+        told = faults_of(self.b.state / "jobs" / j.id, self.steps, allowed)
+        self.row.wrong += [f"{j.id}: {fault}" for fault in told if not any(of in fault for of in known)]
         if digest_of(self.b.state / "adapters" / j.id) != self.wanted[shape]:
             self.row.wrong.append(f"{j.id} (shape {shape}): another adapter")
 
@@ -161,23 +173,27 @@ class Soak:
 
     def _fault(self, s: Snapshot) -> None:
         kinds: dict[Callable[[Snapshot], str], float] = {
-            self._kill_worker: 5, self._stop_worker: 1, self._kill_nursery: 1, self._kill_daemon: 0.25,
-            self._edit: 4, self._take_away: 1.5, self._nonsense: 1, self._pause: 1, self._restart: 0.7,
-            self._fill: 0.3 if self.disk else 0.0}
+            self._kill_worker: 3, self._stop_worker: 1, self._befall: 6, self._flip: 1, self._kill_nursery: 1,
+            self._kill_daemon: 0.3, self._end_daemon: 0.5, self._edit: 4, self._take_away: 1.5, self._nonsense: 1,
+            self._pause: 1, self._restart: 0.7, self._fill: 0.3 if self.disk else 0.0,
+            self._use_inodes: 0.3 if self.disk else 0.0}
         kind = self.chance.choices(list(kinds), list(kinds.values()))[0]
         with contextlib.suppress(RrdError, ProcessLookupError):  # what was meant is over already
             if told := kind(s):
                 self.row.count(told)
 
     def _ripe(self, s: Snapshot) -> DieView | None:
-        """A die whose jobs have all made a new step since it was last hit: three deaths without one end a job."""
+        """A die that has made a good visit since it was last hit, and its jobs a new step since a worker died on them:
+        three deaths without one end a job, and two on different jobs without a good visit between fence the die."""
+        self.row.count(*self.within.withdraw())
         jobs = {j.id: j for j in s.jobs}
-        ripe = [d for d in s.dies if d.worker_pid and d.jobs and d.state in ("idle", "computing") and all(
-            jobs[n].step > self.best.get(n, 0) and jobs[n].state in ("running", "exporting") for n in d.jobs)]
+        ripe = [d for d in s.dies if d.worker_pid and d.jobs and d.state in ("idle", "computing")
+                and any(v.steps and v.start > self.hit.get(d.name, 0.0) for v in d.visits)
+                and all(jobs[n].state in ("running", "exporting") and not jobs[n].crashes for n in d.jobs)]
         if not ripe:
             return None
         die = self.chance.choice(ripe)
-        self.best |= {n: jobs[n].step for n in die.jobs}
+        self.hit[die.name] = time.time()
         return die
 
     def _kill_worker(self, s: Snapshot) -> str:
@@ -193,6 +209,28 @@ class Soak:
             return "workers stopped"
         return ""
 
+    def _befall(self, s: Snapshot) -> str:
+        """Something from within; it is counted when it has happened."""
+        if die := self._ripe(s):
+            self.within.befall(self.chance.choice(die.jobs))
+        return ""
+
+    def _flip(self, s: Snapshot) -> str:
+        """A bit of a job's newest checkpoint, before its worker is killed: an older one counts then."""
+        if (die := self._ripe(s)) is None:
+            return ""
+        for job in set(die.jobs) - set(self.flipped):
+            saved = checkpoint.listing(self.b.state / "jobs" / job)
+            if len(saved) > 1:
+                path = self.chance.choice(sorted(saved[0][1].iterdir()))
+                data = bytearray(path.read_bytes())
+                data[self.chance.randrange(len(data))] ^= 1 << self.chance.randrange(8)
+                path.write_bytes(data)
+                self.flipped[job] = saved[0][1].name
+                os.kill(die.worker_pid or 0, signal.SIGKILL)
+                return "bits flipped in a newest checkpoint"
+        return ""
+
     def _kill_nursery(self, _: Snapshot) -> str:
         assert self.b.process
         for pid in Path(f"/proc/{self.b.process.pid}/task/{self.b.process.pid}/children").read_text().split():
@@ -202,13 +240,28 @@ class Soak:
 
     def _kill_daemon(self, s: Snapshot) -> str:
         self.b.kill()
-        for pid in self.stopped:  # whoever is stopped does not see that its daemon is gone, and keeps its jobs' locks
-            with contextlib.suppress(OSError):
-                if b"rrd" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                    os.kill(pid, signal.SIGCONT)
+        for pid in self.stopped:  # if their nursery is gone, too, nobody is left to end them
+            self._after(20, lambda pid=pid: self._end_orphan(pid))  # type: ignore[misc]
         self.stopped.clear()
-        self.b.start()
+        self.b.start(**self.within.environment)
         return "daemons killed"
+
+    def _end_orphan(self, pid: int) -> None:
+        with contextlib.suppress(OSError):
+            if b"nursery" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                os.kill(pid, signal.SIGKILL)
+                self.row.count("stopped workers left by nursery and daemon")
+
+    def _end_daemon(self, _: Snapshot) -> str:
+        """SIGTERM, and now and then another: every job is saved, and nothing is left behind."""
+        assert self.b.process
+        if hurry := self.chance.random() < 0.3:
+            self.b.process.terminate()
+            time.sleep(self.chance.random())
+        if (status := self.b.stop()) != 0:
+            self.row.wrong.append(f"exit status {status} after SIGTERM")
+        self.b.start(**self.within.environment)
+        return "daemons ended twice in a row" if hurry else "daemons ended"
 
     def _some_job(self) -> str:
         return self.chance.choice(sorted(self.shape_of))
@@ -265,56 +318,33 @@ class Soak:
                 self._after(1, lambda: self._ask(verb, name))
 
     def _fill(self, _: Snapshot) -> str:
-        if time.monotonic() < self.full_until:
+        if not self._disk_fails():
             return ""
-        seconds = self.chance.uniform(5, 40)
-        self.full_until = time.monotonic() + seconds + 30
         space = os.statvfs(self.b.state)
-        ballast = self.b.state / "ballast"
-        with open(ballast, "wb") as f, contextlib.suppress(OSError):
+        with open(self.b.state / "ballast", "wb") as f, contextlib.suppress(OSError):
             os.posix_fallocate(f.fileno(), 0, max(1, space.f_bavail * space.f_frsize - (1 << 20)))
-        self._after(seconds, lambda: ballast.unlink(missing_ok=True))
         return "full disks"
 
-    # --- what it costs ---
+    def _use_inodes(self, _: Snapshot) -> str:
+        if not self._disk_fails():
+            return ""
+        with contextlib.suppress(OSError):
+            for n in range(INODES):
+                (self.b.state / f"ballast{n}").touch()
+        return "disks without inodes"
 
-    def _sample(self, s: Snapshot) -> None:
-        who = [("daemon", s.pid, 0), *(("worker", d.worker_pid, len(d.jobs)) for d in s.dies if d.worker_pid)]
-        for kind, pid, jobs in who:
-            with contextlib.suppress(OSError, StopIteration, ValueError):
-                lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-                # What is shared with the nursery counts in full, or a share would grow whenever another worker dies.
-                kib = int(next(line for line in lines if line.startswith("RssAnon:")).split()[1])
-                files = len(os.listdir(f"/proc/{pid}/fd"))
-                self.samples[kind, pid].append((time.monotonic(), kib / 1024, files, jobs))
+    def _disk_fails(self) -> bool:
+        """Whether it may now; it is well again after a while."""
+        if time.monotonic() < self.full_until:
+            return False
+        seconds = self.chance.uniform(5, 40)
+        self.full_until = time.monotonic() + seconds + 30
+        self._after(seconds, self._relieve)
+        return True
 
-    def _judge_memory(self) -> None:
-        told = []
-        for kind, most in (("daemon", 30.0), ("worker", 60.0)):
-            lives = [[x for x in xs if x[0] >= xs[0][0] + WARM_UP and x[3] == jobs]  # with more jobs it may hold more
-                     for (k, _), xs in self.samples.items() if k == kind for jobs in {x[3] for x in xs}]
-            memory, seen = _slope([[(t, mib) for t, mib, _, _ in xs] for xs in lives])
-            files, _ = _slope([[(t, float(n)) for t, _, n, _ in xs] for xs in lives])
-            peak = max((mib for xs in lives for _, mib, _, _ in xs), default=0.0)
-            open_files = max((n for xs in lives for _, _, n, _ in xs), default=0)
-            told.append(f"{kind}: at most {peak:.0f} MiB and {open_files} open files, {memory:+.1f} MiB and "
-                        f"{files:+.1f} files an hour over {seen / 60:.0f} process-minutes")
-            if seen > 600 and (memory > most or files > 10):
-                self.row.wrong.append(f"the {kind} grows: {told[-1]}")
-        self.row.note = "; ".join(told)
-
-
-def _slope(lives: list[list[tuple[float, float]]]) -> tuple[float, float]:
-    """Least squares with a level of its own for each life: (units an hour, seconds seen)."""
-    above = below = seen = 0.0
-    for xs in lives:
-        if len(xs) < 3:
-            continue
-        t0, v0 = sum(t for t, _ in xs) / len(xs), sum(v for _, v in xs) / len(xs)
-        above += sum((t - t0) * (v - v0) for t, v in xs)
-        below += sum((t - t0) ** 2 for t, _ in xs)
-        seen += xs[-1][0] - xs[0][0]
-    return (3600 * above / below if below else 0.0), seen
+    def _relieve(self) -> None:
+        for path in self.b.state.glob("ballast*"):
+            path.unlink()
 
 
 def soak(root: Path, minutes: float, *, steps: int, seed: int) -> Row:

@@ -17,6 +17,7 @@ $(VENV)/.done: pyproject.toml packaging/constraints.txt
 DEMO = .demo
 demo: $(VENV)/.done
 	@$(BIN)/python packaging/demo/fetch.py $(DEMO)
+	@$(BIN)/python packaging/demo/earlier.py $(DEMO)
 	@$(BIN)/python packaging/demo/jobs.py $(DEMO)
 	@$(BIN)/rrd run --config $(DEMO)/jobs.d --state $(DEMO)/state && \
 	$(BIN)/python packaging/demo/jobs.py $(DEMO) && \

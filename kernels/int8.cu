@@ -6,7 +6,7 @@
 // Shapes   q [out, in] int8 and s [out] fp32, contiguous; x, dx [M, in] and dy, y [M, out] fp32 with rows ldx, lddx,
 //          lddy, ldy elements apart. Any sizes; rows of q are read 4 bytes at a time where in is a multiple of 4.
 // Writes   y and dx are overwritten where add is 0 and added to where it is 1; elements between the rows stay.
-// Null     s of rrd_int8_dequantize (ones) and of rrd_int8_limbs (ones).
+// Null     s of rrd_int8_limbs (ones).
 // Exact    An int8 is exact in fp32, so only products and sums are rounded, as in any fp32 product. The dp4a path
 //          rounds x to 2^-23 of its row's largest element; its sums are integers, and exact up to 130,000 terms.
 //          No atomics: the same input gives the same bits.
@@ -44,19 +44,6 @@ __device__ __forceinline__ int word_of(const signed char* row, int column, int w
   return word;
 }
 __device__ __forceinline__ float byte_of(int word, int i) { return (float)(signed char)(word >> 8 * i); }
-
-// ---- dequantized, for the BLAS ---------------------------------------------------------------------------------------
-
-// Grid (n, ceil(width / 1024)).
-extern "C" __global__ void __launch_bounds__(256) rrd_int8_dequantize(
-    const signed char* q, const float* s, float* w, int n, int width) {
-  const long long row = (long long)blockIdx.x * width;
-  const float scale = s ? s[blockIdx.x] : 1.f;
-  for (int i = 0; i < 4; i++) {
-    const int column = blockIdx.y * 1024 + i * 256 + threadIdx.x;
-    if (column < width) w[row + column] = q[row + column] * scale;
-  }
-}
 
 // ---- fp32 ------------------------------------------------------------------------------------------------------------
 

@@ -172,7 +172,7 @@ class DieSpec(_Strict):
     """Threads it computes with."""
 
 
-class Lane(_Strict):
+class LaneSpec(_Strict):
     """One lane with its dies numbered."""
 
     name: str
@@ -259,7 +259,7 @@ class Config(_Table):
         return frozenset({0, os.geteuid(), *self.spool_uids})
 
     @property
-    def lanes(self) -> tuple[Lane, ...]:
+    def lanes(self) -> tuple[LaneSpec, ...]:
         """The lanes with their dies, on this machine."""
         return expand(self, cores())
 
@@ -363,7 +363,7 @@ def _check_lanes(lanes: tuple[LaneConfig, ...]) -> None:
             raise Fault(f"lists {show(card)} twice", key="lane", hint="a die belongs to one lane, once")
 
 
-def expand(config: Config, cores: int) -> tuple[Lane, ...]:
+def expand(config: Config, cores: int) -> tuple[LaneSpec, ...]:
     """The lanes of ``config`` with numbered dies.
 
     Without [[lane]] there are as many lanes as sets of ``threads`` cores, and dies take turns over them, so that
@@ -375,17 +375,17 @@ def expand(config: Config, cores: int) -> tuple[Lane, ...]:
     n_lanes = min(n_dies, max(1, cores // config.threads))
     dies = [DieSpec(index=i, name=str(i), device="cpu", lane=str(i % n_lanes), threads=config.threads)
             for i in range(n_dies)]
-    return tuple(Lane(name=str(k), dies=tuple(dies[k::n_lanes]), gate=GateConfig()) for k in range(n_lanes))
+    return tuple(LaneSpec(name=str(k), dies=tuple(dies[k::n_lanes]), gate=GateConfig()) for k in range(n_lanes))
 
 
-def _numbered(config: Config) -> tuple[Lane, ...]:
-    lanes: list[Lane] = []
+def _numbered(config: Config) -> tuple[LaneSpec, ...]:
+    lanes: list[LaneSpec] = []
     first = 0
     for number, lane in enumerate(config.lane):
         name, threads = lane.name or str(number), lane.threads or config.threads
         dies = tuple(DieSpec(index=i, name=str(i), device=device, lane=name, threads=threads)
                      for i, device in enumerate(lane.dies, first))
-        lanes.append(Lane(name=name, dies=dies, gate=lane.gate))
+        lanes.append(LaneSpec(name=name, dies=dies, gate=lane.gate))
         first += len(dies)
     return tuple(lanes)
 

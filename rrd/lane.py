@@ -12,8 +12,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 from rrd import messages
-from rrd.config import Config
-from rrd.config import Lane as LaneSpec
+from rrd.config import Config, LaneSpec
 from rrd.die import Die
 from rrd.errands import COMMIT_SECONDS, Errands
 from rrd.errors import TryLater

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import os
 import subprocess
 import sys
 import sysconfig
@@ -21,6 +22,7 @@ from rrd.train.read import parse
 DEMO = Path(__file__).resolve().parents[1] / "packaging" / "demo"
 sys.path.insert(0, str(DEMO))  # scripts, not a package: they find each other the same way
 
+import earlier  # noqa: E402
 import fetch  # noqa: E402
 import finish  # noqa: E402
 import jobs  # noqa: E402
@@ -299,3 +301,20 @@ def test_the_new_rwkv_has_words_for_its_text_and_can_be_asked(tmp_path: Path) ->
     assert script
     run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
     assert [len(line.split("'")) > 8 for line in run.stdout.splitlines()] == [True, True], run.stderr
+
+
+# -- a demo whose make was killed ---------------------------------------------------------------------------------
+
+
+def test_a_demo_makes_an_earlier_one_save_its_jobs_and_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                           capsys: pytest.CaptureFixture[str]) -> None:
+    assert earlier.stop(tmp_path) == ""
+    with subprocess.Popen([sys.executable, "-c", "import time; print(flush=True); time.sleep(60)"],
+                          stdout=subprocess.PIPE) as process:
+        assert process.stdout and process.stdout.readline()
+        monkeypatch.setattr(earlier, "alive", lambda run_dir: True)
+        monkeypatch.setattr(earlier, "call", lambda run_dir, verb: {"pid": process.pid})
+        monkeypatch.setattr(os.path, "exists", lambda path: process.poll() is None)
+        assert earlier.stop(tmp_path) == ""
+        assert process.returncode == -15
+    assert f"an earlier demo is still running here (process {process.pid})" in capsys.readouterr().out

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import click
@@ -45,6 +46,8 @@ def build_kernels(archs: list[str], into: str | None, as_json: bool, where: Wher
         made.append(m)
         if not as_json:
             click.echo(f"{m['op']:<6} {m['arch']}  {m['bytes'] / 1024:7.1f} KiB  by {one_line(m['by'], 40)}")
+    if into:  # nobody waits for it there, as workers do in the cache
+        (Path(into) / "lock").unlink(missing_ok=True)
     if as_json:
         show.as_json({"directory": place, "made": made})
     else:

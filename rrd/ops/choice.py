@@ -1,10 +1,11 @@
 """Which implementation of an op a die uses: one table, and what stands in the way of its choice.
 
-"kernel" is ``kernels/*.cu`` (``rrd.ops.cuda``), "torch" torch's operations and, on CPU dies, our compiled ones,
-"reference" the plain form of ``rrd.ops.reference``. All give the same numbers to rounding, and the same checkpoints.
+"kernel" is ``kernels/*.cu`` (``rrd.ops.cuda``), "dp4a" those of int8 that multiply integers, "torch" torch's operations
+and, on CPU dies, our compiled ones, "reference" the plain form of ``rrd.ops.reference``. All give the same numbers to
+rounding, and the same checkpoints.
 
 ``RRD_OPS``, such as ``wkv7=reference,int8=torch``, overrules the table in this process: to find out which op is wrong.
-Only ``wkv7`` has a reference of its own here; for others it means torch.
+Only ``wkv7`` has a reference of its own here; for others it means torch, as "dp4a" means "kernel" but for int8.
 
 The choice is a process's, but a job's checkpoint says what it was computed with: see ``begun_without``.
 """
@@ -22,9 +23,9 @@ import torch
 
 from rrd.errors import RrdError, TryLater
 from rrd.ops.cuda import check, launch
-from rrd.ops.cuda.launch import Die
+from rrd.ops.cuda.launch import DieKernels
 
-Choice = Literal["reference", "torch", "kernel"]
+Choice = Literal["reference", "torch", "kernel", "dp4a"]
 
 
 class Row(NamedTuple):
@@ -42,6 +43,7 @@ TABLE: dict[str, Row] = {
     "xent": Row("torch", "kernel", "kernel"),
 }
 VOLTA = 70
+KERNELS = ("kernel", "dp4a")
 
 _failed: dict[tuple[str, int], str] = {}
 _checked: set[tuple[str, int]] = set()
@@ -50,7 +52,7 @@ _checked: set[tuple[str, int]] = set()
 def choose(op: str, device: torch.device) -> Choice:
     """What ``op`` uses on ``device``: the table's choice, or torch where that cannot be had (``why_not``)."""
     wanted = wished(op, device)
-    return "torch" if wanted == "kernel" and launcher(op, device) is None else wanted
+    return "torch" if wanted in KERNELS and launcher(op, device) is None else wanted
 
 
 def wished(op: str, device: torch.device) -> Choice:
@@ -64,16 +66,16 @@ def wished(op: str, device: torch.device) -> Choice:
     return row.old if 10 * major + minor < VOLTA else row.new
 
 
-def launcher(op: str, device: torch.device) -> Die | None:
+def launcher(op: str, device: torch.device) -> DieKernels | None:
     """What runs ``op``'s kernels on ``device``; None where torch's ops do: by the table, or because of ``why_not``.
 
     The first to ask waits for the build and for a small check against the reference: kernels that do not compute what
     they should are not used.
     """
-    if device.type != "cuda" or wished(op, device) != "kernel":
+    if device.type != "cuda" or (by := wished(op, device)) not in KERNELS:
         return None
     die = launch.launcher(device)
-    if die is None:
+    if die is None or (by == "dp4a" and not die.dp4a):
         return None
     key = op, die.device.index or 0
     if key not in _checked:
@@ -90,10 +92,12 @@ def launcher(op: str, device: torch.device) -> Die | None:
 
 def why_not(op: str, device: torch.device) -> str:
     """Why ``op`` has no kernel on ``device`` though the table says so; empty where it has."""
-    if device.type != "cuda" or wished(op, device) != "kernel" or launcher(op, device) is not None:
+    if device.type != "cuda" or wished(op, device) not in KERNELS or launcher(op, device) is not None:
         return ""
     die = launch.launcher(device)
-    return launch.why_not(device) if die is None else _failed[op, die.device.index or 0]
+    if die is None:
+        return launch.why_not(device)
+    return _failed.get((op, die.device.index or 0), f"{die.arch} has no dp4a")
 
 
 def make_ready(device: torch.device, cache_dir: Path, alive: Callable[[], None]) -> str:
@@ -116,7 +120,7 @@ def identity(device: torch.device) -> dict[str, str]:
     found = {}
     for op in TABLE:
         if (die := launcher(op, device)) is not None:
-            found[op] = die.digests[op]
+            found[op] = die.digests[op] + "-dp4a" * (op == "int8" and wished(op, device) == "dp4a")
         elif wished(op, device) == "reference":
             found[op] = "reference"
     return found

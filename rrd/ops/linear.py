@@ -206,8 +206,9 @@ def _int8_products(x: Tensor, plan: Plan, scale: Tensor) -> Tensor:
     """(q x) s: an int8 is exact in every dtype that is multiplied, so only the product is rounded."""
     y = x.new_empty(x.shape[0], plan.width)
     if (go := _int8_kernels(x)) is not None:
+        product = int8.y_dp4a if choice.wished("int8", x.device) == "dp4a" else int8.y
         for column, q in plan.stored():
-            int8.y(go, x, q, scale[column : column + len(q)], _columns(y, column, len(q)))
+            product(go, x, q, scale[column : column + len(q)], _columns(y, column, len(q)))
         return y
     for column, q in plan.weights():
         part = _columns(y, column, q.shape[0])
@@ -218,9 +219,10 @@ def _int8_products(x: Tensor, plan: Plan, scale: Tensor) -> Tensor:
 def _input_grad(dy: Tensor, plan: Plan) -> Tensor:
     """dy W, over all of the group."""
     if plan.scale is not None and (go := _int8_kernels(dy)) is not None:
+        product = int8.dx_dp4a if choice.wished("int8", dy.device) == "dp4a" else int8.dx
         dx = dy.new_empty(dy.shape[0], plan.linears[0].weight.shape[1])
         for column, q in plan.stored():
-            int8.dx(go, _columns(dy, column, len(q)), q, plan.scale[column : column + len(q)], dx, add=column > 0)
+            product(go, _columns(dy, column, len(q)), q, plan.scale[column : column + len(q)], dx, add=column > 0)
         return dx
     if plan.scale is not None:
         dy = torch.mul(dy, plan.scale, out=torch.empty_like(dy))

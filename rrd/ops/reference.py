@@ -5,8 +5,6 @@ Tests run these in fp64 and hold every other implementation to them. Gradients a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -92,12 +90,3 @@ def xent(logits: Tensor, targets: Tensor, scale: float = 1.0) -> tuple[Tensor, T
     losses = logits.logsumexp(1) - logits.gather(1, at).squeeze(1)
     grad = (logits.softmax(1) - torch.zeros_like(logits).scatter_(1, at, 1.0)) * scale
     return torch.where(labelled, losses, 0.0), torch.where(labelled[:, None], grad, 0.0)
-
-
-def pack(tensors: Sequence[Tensor], offsets: Sequence[int], out: Tensor) -> Tensor:
-    """``out`` (uint8) with the bytes of each tensor at its offset."""
-    packed = out.clone()
-    for t, offset in zip(tensors, offsets, strict=True):
-        raw = t.contiguous().view(-1).view(torch.uint8)
-        packed[offset : offset + len(raw)] = raw
-    return packed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,17 @@ def test_a_k80s_kernels_are_made_into_the_daemons_cache(tmp_path: Path) -> None:
     assert all(m["arch"] == "sm_37" and m["bytes"] > 1000 for m in said["made"])
     for op in OPS:
         assert nvrtc.architecture(cache.kept(source(op), "sm_37", tmp_path / "cache") or b"") == "sm_37"
+
+
+def test_a_directory_of_ones_own_holds_cubins_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def built(place: str, archs: list[str]) -> Iterator[dict[str, object]]:
+        (Path(place) / "lock").touch()
+        yield {"op": "wkv7", "arch": archs[0], "by": "NVRTC 11.8", "bytes": 2048}
+
+    monkeypatch.setattr(build_kernels, "_built", built)
+    result = rrd("--arch", "sm_37", "--into", str(tmp_path))
+    assert (result.exit_code, result.stdout) == (0, "wkv7   sm_37      2.0 KiB  by NVRTC 11.8\n")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_die_that_no_compiler_here_knows_is_refused_with_what_to_do(tmp_path: Path) -> None:

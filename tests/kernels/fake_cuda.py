@@ -13,7 +13,7 @@ from host_build import COMPILER, HOST_H, PLAIN
 
 from rrd.ops.cuda import nvrtc
 from rrd.ops.cuda.driver import Driver
-from rrd.ops.cuda.launch import Die
+from rrd.ops.cuda.launch import DieKernels
 from rrd.ops.cuda.nvrtc import Built, NoKernels
 from rrd.ops.cuda.source import Source
 
@@ -36,7 +36,7 @@ def fake_libcuda(s: Source, place: Path) -> Any:
     return library
 
 
-class FakeDie(Die):
+class FakeDie(DieKernels):
     """A die whose memory is the CPU's."""
 
     def __init__(self, library: Any, cache_dir: Path, arch: str = "sm_61") -> None:

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from rrd.ops import reference
-from rrd.ops.cuda import adamw, int8, pack, wkv7, xent
+from rrd.ops.cuda import adamw, int8, wkv7, xent
 from rrd.ops.cuda.launch import Launcher
 from rrd.ops.grad import place_of
 from rrd.optim.adamw import _plain
 from rrd.train import loss as torch_loss
 
 Case = Callable[[Launcher, torch.device], None]
-CASES: dict[str, dict[str, Case]] = {op: {} for op in ("wkv7", "int8", "adamw", "xent", "pack")}
+CASES: dict[str, dict[str, Case]] = {op: {} for op in ("wkv7", "int8", "adamw", "xent")}
 
 
 def case(op: str, name: str, *args: object) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -232,15 +232,6 @@ def _(go: Launcher, at: torch.device) -> None:
     assert ((whole - x.double().cpu()).abs().amax(1) <= 2.0**-23 * x.double().cpu().abs().amax(1)).all()
 
 
-@case("int8", "dequantized", 3, 1025)
-@case("int8", "dequantized, one", 1, 1)
-@case("int8", "dequantized, a block", 2, 1024)
-def _(go: Launcher, at: torch.device, n: int, width: int) -> None:
-    q, s = (t.to(at) for t in _weights(n, width))
-    assert torch.equal(int8.dequantize(go, q, s, poisoned(n, width, at=at)), q.float() * s[:, None])
-    assert torch.equal(int8.dequantize(go, q, None, poisoned(n, width, at=at)), q.float())
-
-
 # ---- adamw -----------------------------------------------------------------------------------------------------------
 
 BETAS, EPS, LR = (0.9, 0.999), 1e-8, 1e-3
@@ -400,29 +391,3 @@ def _(go: Launcher, at: torch.device, tile: int, trained: bool) -> None:
         results.append([total, grad, *([place_of(head).view, place_of(bias).view] if trained else [])])
     for ours, theirs in zip(*results, strict=True):
         near(theirs, ours, 1e-5)
-
-
-# ---- pack ------------------------------------------------------------------------------------------------------------
-
-
-def _pack(go: Launcher, at: torch.device, sizes: Sequence[int], places: Sequence[int], offsets: Sequence[int], size: int
-          ) -> None:
-    base = torch.randint(0, 256, (places[-1] + sizes[-1],), generator=torch.Generator().manual_seed(1),
-                         dtype=torch.uint8).to(at)
-    tensors = [base[p : p + n] for p, n in zip(places, sizes, strict=True)]
-    packer = pack.Packer(go, tensors, offsets, size, base=base)
-    packer.out.fill_(0xA5)
-    before = packer.out.clone()
-    assert torch.equal(packer.pack(), reference.pack(tensors, offsets, before))
-    base.add_(1)
-    assert torch.equal(packer.pack(), reference.pack(tensors, offsets, before))
-
-
-@case("pack", "one byte", [1], [0], [0], 1)
-@case("pack", "aligned to 16, 4 and not", [4096, 64, 20, 7], [0, 4112, 4180, 4201], [0, 4096, 4164, 4187], 4194)
-@case("pack", "in another order, with gaps", [48, 48, 16], [0, 64, 128], [112, 32, 0], 180)
-@case("pack", "nothing among something", [16, 0, 33], [0, 16, 17], [0, 16, 16], 49)
-@case("pack", "more than the blocks take at once", [70001], [3], [5], 70010)
-@case("pack", "a large aligned one beside a small one", [40960, 4], [0, 40960], [16, 40980], 40990)
-def _(go: Launcher, at: torch.device, sizes: list[int], places: list[int], offsets: list[int], size: int) -> None:
-    _pack(go, at, sizes, places, offsets, size)

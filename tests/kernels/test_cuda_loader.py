@@ -22,7 +22,7 @@ from rrd.ops.cuda.launch import KernelFailed
 from rrd.ops.cuda.nvrtc import NoKernels
 from rrd.ops.cuda.source import OPS, parse, source
 
-PACK = source("pack")
+XENT = source("xent")
 
 
 @pytest.fixture
@@ -70,24 +70,24 @@ def test_every_source_says_what_it_promises(op: str) -> None:
 
 
 def test_a_cubin_is_made_once_and_kept(tmp_path: Path, compiler: FakeNvrtc) -> None:
-    first = cache.cubin(PACK, "sm_37", tmp_path)
+    first = cache.cubin(XENT, "sm_37", tmp_path)
     assert nvrtc.architecture(first) == "sm_37"
-    assert cache.cubin(PACK, "sm_37", tmp_path) == first
-    assert cache.cubin(PACK, "sm_61", tmp_path) != first
-    assert compiler.made == [("pack.cu", "sm_37"), ("pack.cu", "sm_61")]
+    assert cache.cubin(XENT, "sm_37", tmp_path) == first
+    assert cache.cubin(XENT, "sm_61", tmp_path) != first
+    assert compiler.made == [("xent.cu", "sm_37"), ("xent.cu", "sm_61")]
     names = sorted(p.name for p in (tmp_path / "kernels" / "cuda").iterdir())
-    assert [n.rpartition("-")[0] for n in names] == ["", "pack-sm_37-nvrtc11.8", "pack-sm_61-nvrtc11.8"]
+    assert [n.rpartition("-")[0] for n in names] == ["", "xent-sm_37-nvrtc11.8", "xent-sm_61-nvrtc11.8"]
 
 
 def test_another_source_is_another_cubin_and_so_is_another_compilers(tmp_path: Path, compiler: FakeNvrtc) -> None:
-    cache.cubin(PACK, "sm_37", tmp_path)
-    cache.cubin(parse("pack", PACK.text + "\n"), "sm_37", tmp_path)
+    cache.cubin(XENT, "sm_37", tmp_path)
+    cache.cubin(parse("xent", XENT.text + "\n"), "sm_37", tmp_path)
     compiler.version = (12, 1)
-    cache.build(PACK, "sm_37", cache.place(tmp_path))
+    cache.build(XENT, "sm_37", cache.place(tmp_path))
     assert len(compiler.made) == 3
-    newest = cache.cubin(PACK, "sm_37", tmp_path)
+    newest = cache.cubin(XENT, "sm_37", tmp_path)
     assert b"NVRTC 12.1" in newest
-    assert b"NVRTC 11.8" in cache.cubin(PACK, "sm_37", tmp_path, driver=11), "a driver takes no newer toolkit's"
+    assert b"NVRTC 11.8" in cache.cubin(XENT, "sm_37", tmp_path, driver=11), "a driver takes no newer toolkit's"
     assert len(compiler.made) == 3
 
 
@@ -95,26 +95,26 @@ def test_another_source_is_another_cubin_and_so_is_another_compilers(tmp_path: P
     lambda raw: b"", lambda raw: raw[:-1], lambda raw: raw[:70] + bytes([raw[70] ^ 1]) + raw[71:],
     lambda raw: raw + b"\0", lambda raw: b"\n", lambda raw: b"x" * len(raw)])
 def test_a_damaged_one_is_made_again(tmp_path: Path, compiler: FakeNvrtc, damage: Callable[[bytes], bytes]) -> None:
-    good = cache.cubin(PACK, "sm_37", tmp_path)
+    good = cache.cubin(XENT, "sm_37", tmp_path)
     (file,) = cache.place(tmp_path).glob("*.cubin")
     file.write_bytes(damage(file.read_bytes()))
-    assert cache.cubin(PACK, "sm_37", tmp_path) == good
+    assert cache.cubin(XENT, "sm_37", tmp_path) == good
     assert len(compiler.made) == 2
-    assert cache.cubin(PACK, "sm_37", tmp_path) == good
+    assert cache.cubin(XENT, "sm_37", tmp_path) == good
     assert len(compiler.made) == 2
 
 
 def test_one_for_another_die_is_none(tmp_path: Path, compiler: FakeNvrtc) -> None:
-    cache.cubin(PACK, "sm_37", tmp_path)
+    cache.cubin(XENT, "sm_37", tmp_path)
     (file,) = cache.place(tmp_path).glob("*.cubin")
     other = elf("sm_61")
     file.write_bytes(hashlib.sha256(other).hexdigest().encode() + b"\n" + other)
-    assert nvrtc.architecture(cache.cubin(PACK, "sm_37", tmp_path)) == "sm_37"
+    assert nvrtc.architecture(cache.cubin(XENT, "sm_37", tmp_path)) == "sm_37"
 
 
 def test_workers_that_ask_at_once_get_what_one_of_them_makes(tmp_path: Path, compiler: FakeNvrtc) -> None:
     got: list[bytes] = []
-    threads = [threading.Thread(target=lambda: got.append(cache.cubin(PACK, "sm_37", tmp_path))) for _ in range(4)]
+    threads = [threading.Thread(target=lambda: got.append(cache.cubin(XENT, "sm_37", tmp_path))) for _ in range(4)]
     for t in threads:
         t.start()
     for t in threads:
@@ -124,18 +124,18 @@ def test_workers_that_ask_at_once_get_what_one_of_them_makes(tmp_path: Path, com
 
 def test_what_a_package_brings_needs_no_compiler(tmp_path: Path, compiler: FakeNvrtc, monkeypatch: pytest.MonkeyPatch
                                                  ) -> None:
-    made = cache.build(PACK, "sm_37", tmp_path / "packaged")
+    made = cache.build(XENT, "sm_37", tmp_path / "packaged")
     monkeypatch.setattr(cache, "PACKAGED", tmp_path / "packaged")
     monkeypatch.setattr(nvrtc, "find", no_nvrtc)
-    assert cache.cubin(PACK, "sm_37", tmp_path / "cache") == made
+    assert cache.cubin(XENT, "sm_37", tmp_path / "cache") == made
     with pytest.raises(NoKernels, match="sm_61"):
-        cache.cubin(PACK, "sm_61", tmp_path / "cache")
+        cache.cubin(XENT, "sm_61", tmp_path / "cache")
 
 
 def test_a_cache_that_cannot_be_written_is_said(tmp_path: Path, compiler: FakeNvrtc) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(DiskTrouble, match="file"):
-        cache.cubin(PACK, "sm_37", tmp_path / "file")
+        cache.cubin(XENT, "sm_37", tmp_path / "file")
 
 
 # ---- which compiler --------------------------------------------------------------------------------------------------
@@ -227,7 +227,7 @@ def test_a_module_that_the_driver_refuses_is_said(libcuda: Callable[[str], Any],
                                                   monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "cubin", lambda *a, **k: b"no image")
     with pytest.raises(DriverError, match="cuModuleLoadData"):
-        FakeDie(libcuda("pack"), tmp_path).load("pack")
+        FakeDie(libcuda("xent"), tmp_path).load("xent")
 
 
 @needs_gxx
@@ -240,12 +240,13 @@ def test_a_grid_of_nothing_is_not_launched(libcuda: Callable[[str], Any], compil
 
 
 def test_arguments_are_held_to_the_signature() -> None:
-    kernel = sources.kernel("rrd_int8_dequantize")
-    q, s, w = torch.zeros(2, 3, dtype=torch.int8), torch.zeros(2), torch.zeros(2, 3)
-    packed = launch.pack(kernel, (q, s, w, 2, 3), CPU)
-    assert [a.value for a in packed] == [q.data_ptr(), s.data_ptr(), w.data_ptr(), 2, 3]
-    assert launch.pack(kernel, (q, None, w, 2, 3), CPU)[1].value is None
-    for bad in ((q, s, w, 2), (w, s, w, 2, 3), (q, s, w, 2, "3"), (q, s, w.to("meta"), 2, 3), (q, s, 0, 2, 3)):
+    kernel = sources.kernel("rrd_int8_limbs")
+    x, s, limbs, u = torch.zeros(2, 3), torch.zeros(2), torch.zeros(3, 2, 1, dtype=torch.int32), torch.zeros(2)
+    packed = launch.pack(kernel, (x, s, limbs, u, 2, 3, 3), CPU)
+    assert [a.value for a in packed] == [x.data_ptr(), s.data_ptr(), limbs.data_ptr(), u.data_ptr(), 2, 3, 3]
+    assert launch.pack(kernel, (x, None, limbs, u, 2, 3, 3), CPU)[1].value is None
+    for bad in ((x, s, limbs, u, 2, 3), (x, s, x, u, 2, 3, 3), (x, s, limbs, u, 2, 3, "3"),
+                (x, s, limbs, u.to("meta"), 2, 3, 3), (x, s, limbs, 0, 2, 3, 3)):
         with pytest.raises(AssertionError):
             launch.pack(kernel, bad, CPU)
 

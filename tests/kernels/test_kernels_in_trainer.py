@@ -160,7 +160,7 @@ def as_on_a_die(monkeypatch: pytest.MonkeyPatch, host: Host) -> None:
     wished = lambda op, device: choice._asked().get(op, "kernel")  # noqa: E731
     host.digests = dict.fromkeys(choice.TABLE, "0123")
     monkeypatch.setattr(choice, "wished", wished)
-    monkeypatch.setattr(choice, "launcher", lambda op, device: host if wished(op, device) == "kernel" else None)
+    monkeypatch.setattr(choice, "launcher", lambda op, device: host if wished(op, device) in choice.KERNELS else None)
     monkeypatch.setattr(choice, "why_not", lambda op, device: "no NVRTC")
     host.launches.clear()
 
@@ -186,6 +186,18 @@ def test_what_began_by_torch_goes_on_by_torch_beside_jobs_that_do_not(inputs: Pa
     assert other.identity()["ops"] == host.digests and choice.begun_without(host.digests, other.device) == ()
     run(other, 1)
     assert len(host.launches) > used
+
+
+def test_dp4a_is_chosen_by_hand(inputs: Path, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    as_on_a_die(monkeypatch, host)
+    kernels, dp4a = trainer_of(inputs, "llama", "int8"), trainer_of(inputs, "llama", "int8")
+    expected = run(kernels, 1)
+    host.launches.clear()
+    with choice.overruled("int8", "dp4a"):
+        [(loss, norm)] = run(dp4a, 1)
+        assert dp4a.identity()["ops"]["int8"] == "0123-dp4a"
+    assert {"rrd_int8_y_dp4a", "rrd_int8_dx_dp4a"} <= set(host.launches) and "rrd_int8_y" not in host.launches
+    assert [(loss, norm)] == [(pytest.approx(expected[0][0], rel=2e-5), pytest.approx(expected[0][1], rel=2e-5))]
 
 
 def test_a_loaded_job_is_told_so_and_what_cannot_go_on_is_said(inputs: Path, host: Host, tmp_path: Path,

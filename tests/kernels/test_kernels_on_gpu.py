@@ -7,13 +7,13 @@ import torch
 from kernel_cases import CASES
 
 from rrd.ops.cuda import launch
-from rrd.ops.cuda.launch import Die
+from rrd.ops.cuda.launch import DieKernels
 
 pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(scope="module")
-def die() -> Die:
+def die() -> DieKernels:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA die here")
     found = launch.launcher(torch.device("cuda", torch.cuda.current_device()))
@@ -23,6 +23,6 @@ def die() -> Die:
 
 
 @pytest.mark.parametrize(("op", "name"), [(op, name) for op, cases in CASES.items() for name in cases])
-def test_it_computes_what_the_reference_does(die: Die, op: str, name: str) -> None:
+def test_it_computes_what_the_reference_does(die: DieKernels, op: str, name: str) -> None:
     CASES[op][name](die, die.device)
     torch.cuda.synchronize(die.device)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rrd.ops import reference
-from rrd.ops.cuda import adamw, int8, pack, wkv7, xent
+from rrd.ops.cuda import adamw, int8, wkv7, xent
 from rrd.ops.cuda.launch import Launcher
 from rrd.ops.cuda.nvrtc import NoKernels
 
@@ -80,12 +80,5 @@ def _xent(go: Launcher, at: torch.device) -> Pairs:
     return pairs
 
 
-def _pack(go: Launcher, at: torch.device) -> Pairs:
-    tensors = [x.float().to(at) for x in (_wave(3, 5, by=0.3), _wave(64, by=0.4))]
-    packer = pack.Packer(go, tensors, [256, 0], 256 + 60)
-    packer.out.zero_()
-    return [(packer.pack(), reference.pack(tensors, [256, 0], torch.zeros_like(packer.out)))]
-
-
 _RUNS: dict[str, Callable[[Launcher, torch.device], Pairs]] = {
-    "wkv7": _wkv7, "int8": _int8, "adamw": _adamw, "xent": _xent, "pack": _pack}
+    "wkv7": _wkv7, "int8": _int8, "adamw": _adamw, "xent": _xent}

@@ -53,14 +53,6 @@ def dx_dp4a(go: Launcher, dy: Tensor, q: Tensor, s: Tensor, out: Tensor, *, add:
     return out
 
 
-def dequantize(go: Launcher, q: Tensor, s: Tensor | None, out: Tensor) -> Tensor:
-    """``out`` [n, width] fp32 = diag(s) q, or q where s is None: scratch for a product by the BLAS."""
-    n, width = q.shape
-    assert q.is_contiguous() and out.is_contiguous() and out.shape == q.shape
-    go("rrd_int8_dequantize", (n, _tiles(width, 1024)), q, s, out, n, width)
-    return out
-
-
 def _limbs(go: Launcher, x: Tensor, s: Tensor | None) -> tuple[Tensor, Tensor]:
     M, width = x.shape
     assert width <= MOST_TERMS, width

@@ -38,7 +38,7 @@ class KernelFailed(RrdError):
     """A launch that the driver refused: op, kernel, shapes, die and the driver's words."""
 
 
-class Die:
+class DieKernels:
     """One CUDA device's kernels: modules by op, functions by name, each loaded when it is first used."""
 
     def __init__(self, device: torch.device, driver: Driver, *, arch: str, name: str, cache_dir: Path,
@@ -112,7 +112,7 @@ def _described(args: tuple[object, ...]) -> str:
 
 # ---- which dies have them --------------------------------------------------------------------------------------------
 
-_dies: dict[int, Die | NoKernels] = {}
+_dies: dict[int, DieKernels | NoKernels] = {}
 _settings: tuple[Path | None, Callable[[], None]] = (None, lambda: None)
 
 
@@ -122,10 +122,10 @@ def use(cache_dir: Path, alive: Callable[[], None] = lambda: None) -> None:
     _settings = (cache_dir, alive)
 
 
-def launcher(device: torch.device) -> Die | None:
+def launcher(device: torch.device) -> DieKernels | None:
     """What runs kernels on ``device``; None where nothing does (``why_not``). Decided once a process and device."""
     found = _decided(device)
-    return found if isinstance(found, Die) else None
+    return found if isinstance(found, DieKernels) else None
 
 
 def why_not(device: torch.device) -> str:
@@ -134,7 +134,7 @@ def why_not(device: torch.device) -> str:
     return found.message if isinstance(found, NoKernels) else ""
 
 
-def _decided(device: torch.device) -> Die | NoKernels:
+def _decided(device: torch.device) -> DieKernels | NoKernels:
     if device.type != "cuda":
         return NoKernels(f"a {device.type} die has no CUDA kernels")
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -148,7 +148,7 @@ def _decided(device: torch.device) -> Die | NoKernels:
     return _dies[index]
 
 
-def _found(index: int) -> Die:
+def _found(index: int) -> DieKernels:
     """Whether there is a compiler for the die, or cubins of every op. Raises NoKernels. Builds nothing."""
     cache_dir, _ = _settings
     driver, facts = Driver(), torch.cuda.get_device_properties(index)
@@ -160,7 +160,7 @@ def _found(index: int) -> Die:
                    if cache.kept(sources.source(op), arch, cache_dir, driver=driver.version()) is None]
         if missing:
             raise
-    return Die(torch.device("cuda", index), driver, arch=arch, name=facts.name, cache_dir=cache_dir,
+    return DieKernels(torch.device("cuda", index), driver, arch=arch, name=facts.name, cache_dir=cache_dir,
                alive=lambda: _settings[1]())  # of the job that is loaded when it builds, not of the first one
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 DIRECTORY = Path(__file__).parent.parent.parent / "kernels"
-OPS = ("wkv7", "int8", "adamw", "xent", "pack")
+OPS = ("wkv7", "int8", "adamw", "xent")
 
 _KERNEL = re.compile(
     r'extern "C" __global__ void __launch_bounds__\((\d+)(?:,\s*\w+)?\)\s+(\w+)\(([^)]*)\)')

@@ -74,13 +74,18 @@ def test_wheels_from_a_directory_need_no_network(setup: dict[str, Any], monkeypa
     assert seen[0][-7:] == ["--no-index", "--find-links", "/srv/wheels", "--proxy", "a b", "/w/rrd.whl", "torch>=2.4"]
 
 
-def test_an_environment_that_cannot_be_made_leaves_the_old_one(tmp_path: Path) -> None:
-    """Another torch, and no network: the box trains on with what it has."""
+@pytest.mark.parametrize("cut_off", [False, True])
+def test_an_environment_that_cannot_be_made_leaves_the_old_one(tmp_path: Path, cut_off: bool) -> None:
+    """Another torch, and no network: the box trains on with what it has, also if a run before was killed half-way."""
     venv, wheels = tmp_path / "venv", tmp_path / "wheels"
     wheels.mkdir()
     (venv / "bin").mkdir(parents=True)
     (venv / "bin" / "python").write_text("old")
     (venv / "rrd-setup.json").write_text('{"torch": "k80", "python": [3, 8]}')
+    if cut_off:
+        venv.rename(tmp_path / "venv.old")
+        venv.mkdir()
+        (venv / "rrd-setup.json").write_text("")  # as after a power cut
     done = subprocess.run([sys.executable, str(SCRIPT), "--venv", str(venv), "--torch", "cpu", "--wheelhouse",
                            str(wheels), "--wheel", str(wheels / "rrd-1-py3-none-any.whl"), "--conf",
                            str(tmp_path / "none"), "--no-doctor"], capture_output=True, text=True, check=False)

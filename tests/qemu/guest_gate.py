@@ -26,6 +26,8 @@ SOCKET = "/run/rrd-gate.sock"
 DEVICES = Path("/sys/bus/pci/devices")
 IVSHMEM = 0x1110_1AF4
 SIZE = 1 << 20
+PATIENCE = 600
+"""Seconds for an answer: a Python that is emulated on a busy machine may take a minute to start."""
 libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -151,7 +153,7 @@ class Group:
 
 async def swaps(group: Group, count: int, dice: random.Random) -> float:
     """Seconds that the swaps themselves took: acquire and release, through the socket."""
-    gate, spent = SocketGate(SOCKET, timeout=60), 0.0
+    gate, spent = SocketGate(SOCKET, timeout=PATIENCE), 0.0
     for n in range(count):
         die = group.dies[n % len(group.dies)] if n % 3 else dice.choice(group.dies)
         start = time.perf_counter()
@@ -168,7 +170,7 @@ async def swaps(group: Group, count: int, dice: random.Random) -> float:
 
 
 async def kill_in_a_swap(pid: int, group: Group, dice: random.Random) -> None:
-    gate = SocketGate(SOCKET, timeout=60)
+    gate = SocketGate(SOCKET, timeout=PATIENCE)
     await gate.acquire(group.dies[-1])
     if dice.random() < 0.7:
         await gate.release(group.dies[-1])

@@ -38,7 +38,7 @@ def _ask(verb: str, jobs: tuple[str, ...], run_dir: Path, **args: Any) -> None:
 @click.argument("jobs", nargs=-1, required=True, type=JOB)
 @where
 def pause(jobs: tuple[str, ...], where: Where) -> None:
-    """Let jobs take no turns until they are resumed, restarts of the daemon included."""
+    """Let jobs take no turns until they are resumed; no restart of the daemon resumes them."""
     _ask("pause", jobs, where.find().run_dir)
 
 

@@ -25,7 +25,7 @@ _POLL = 0.5
 @click.argument("jobs", nargs=-1, type=JOB)
 @click.option("-f", "--follow", is_flag=True, help="Go on as more happens; ctrl-c ends it.")
 @click.option("-n", "--lines", type=click.IntRange(min=0), default=50, show_default=True, metavar="N",
-              help="The newest N.")
+              help="Only the newest N.")
 @click.option("--json", "as_json", is_flag=True, help="The records, one JSON object a line.")
 @where
 def events(jobs: tuple[str, ...], follow: bool, lines: int, as_json: bool, where: Where) -> None:

@@ -71,7 +71,7 @@ def _table(h: History) -> list[str]:
 @click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
               help="A picture: FILE ends in .png, .svg or .pdf. Left out: drawn in the terminal.")
 @click.option("--smooth", type=click.IntRange(1, 100_000), metavar="STEPS",
-              help="How far the smoothed curve looks back; a fiftieth of the job.")
+              help="How far the smoothed curve looks back; left out: a fiftieth of the job.")
 @click.option("--log", is_flag=True, help="Losses on a logarithmic scale.")
 @where
 def plot(jobs: tuple[str, ...], output: Path | None, smooth: int | None, log: bool, where: Where) -> None:

@@ -69,11 +69,11 @@ def status(job: str | None, states: tuple[str, ...], as_json: bool, where: Where
 
 
 @click.command()
-@click.option("--unfence", metavar="DIE", help="Put a die back to use that was taken out after crashes.")
+@click.option("--unfence", metavar="DIE", help="Put a die back to use that was fenced: taken out after faults.")
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
 @where
 def dies(unfence: str | None, as_json: bool, where: Where) -> None:
-    """List lanes and dies: what each is, does and holds (* is computing)."""
+    """List lanes and dies: what each is, does and holds; * marks the job that computes."""
     from rrd.cli import views
     from rrd.client import call
 

@@ -26,7 +26,11 @@ FILE = click.Path(dir_okay=True, path_type=str)
 @where
 @click.pass_context
 def check(ctx: click.Context, files: tuple[str, ...], as_json: bool, where: Where) -> None:
-    """Say whether job files (or the older tool's JSON arrays) are right. Changes nothing."""
+    """Say whether job files (or the older tool's JSON arrays) are right. Changes nothing.
+
+    Of the model, the adapter and the data that they name, names and headers are looked at. What is not there yet is
+    a warning.
+    """
     config = where.find()
     found: list[dict[str, object]] = []
     for file in files:
@@ -63,7 +67,7 @@ def describe(job: Incoming) -> str:
 
 @click.command()
 @click.argument("files", nargs=-1, required=True, type=FILE)
-@click.option("--replace", is_flag=True, help="Also where another job file of that name is there.")
+@click.option("--replace", is_flag=True, help="Take the place of other job files of that name.")
 @click.option("--json", "as_json", is_flag=True, help="What was done, as JSON.")
 @where
 def submit(files: tuple[str, ...], replace: bool, as_json: bool, where: Where) -> None:

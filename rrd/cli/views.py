@@ -155,8 +155,8 @@ def job(j: JobView, now: float, width: int | None) -> list[str]:
 
 def _facts(j: JobView, now: float) -> list[tuple[str, str]]:
     facts = [
-        ("why", j.why), ("hint", j.hint), ("step", _progress(j)), ("loss", _losses(j)), ("speed", _speed(j)),
-        ("checkpoint", _checkpoint(j, now)), ("saved", _saved(j)),
+        ("why", j.why), ("hint", j.hint), ("next", _next(j)), ("step", _progress(j)),
+        ("loss", _losses(j)), ("speed", _speed(j)), ("checkpoint", _checkpoint(j, now)), ("saved", _saved(j)),
         ("crashes", f"{j.crashes} since the last new step" if j.crashes else ""),
         ("skipped", f"{count(j.skipped, 'step')} whose loss or gradient was no number" if j.skipped else ""),
         ("memory", j.savings), ("method", j.method), ("model", j.model), ("output", j.output), ("file", j.file),
@@ -164,6 +164,20 @@ def _facts(j: JobView, now: float) -> list[tuple[str, str]]:
         ("submitted", clock(j.submitted_at) if j.submitted_at else ""),
     ]
     return [(name, text) for name, text in facts if text]
+
+
+def _next(j: JobView) -> str:
+    """What will happen to a job that does not move, or what one may do."""
+    name = one_line(j.id, 70)
+    if j.state is S.FAILED:
+        return f"tried again when its job file or a file that it names changes, or by `rrd restart {name}`"
+    if j.state is S.PAUSED and not j.hint:
+        if j.why == "paused by its job file":
+            return f"take `paused = true` out of {one_line(j.file, 500)}"
+        return f"`rrd resume {name}` lets it go on"
+    if j.state is S.WAITING and j.why and not j.hint:
+        return "begins by itself; `rrd dies` shows what the dies do, and `die` in its job file may be changed meanwhile"
+    return ""
 
 
 def _progress(j: JobView) -> str:

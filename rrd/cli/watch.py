@@ -37,7 +37,7 @@ def _number(ctx: click.Context, param: click.Parameter, value: float | None) -> 
 
 @click.command()
 @click.option("--interval", type=click.FloatRange(0.2, 3600), metavar="SECONDS", callback=_number,
-              help="Between two looks; 1, or 10 where there is no terminal.")
+              help="Between two looks; left out: 1, or 10 where stdout is no terminal.")
 @where
 def watch(interval: float | None, where: Where) -> None:
     """Show status live; keys pause and resume jobs and open their logs; ? lists them, q ends it.

@@ -67,6 +67,18 @@ def test_everything_about_one_job(rrd: Rrd, daemon: FakeDaemon) -> None:
     assert "hint        put it there" in failed
 
 
+@pytest.mark.parametrize(("name", "says"), [
+    ("broken", "tried again when its job file or a file that it names changes, or by `rrd restart broken`"),
+    ("quiet", "`rrd resume quiet` lets it go on"), ("rest", "take `paused = true` out of /jobs.d/rest.toml"),
+    ("prose", "begins by itself; `rrd dies` shows what the dies do"), ("code-a", "")])
+def test_a_job_that_does_not_move_says_what_will_move_it(rrd: Rrd, daemon: FakeDaemon, name: str, says: str) -> None:
+    there = busy()
+    rest = job("rest", JobState.PAUSED, why="paused by its job file", file="/jobs.d/rest.toml")
+    daemon.show(there.model_copy(update={"jobs": [*there.jobs, rest]}))
+    found = [line[14:] for line in rrd("status", name).stdout.splitlines() if line.startswith("  next ")]
+    assert [text.startswith(says) for text in found] == [True] * bool(says)
+
+
 def test_a_job_shortened_below_its_step_is_at_no_percentage(rrd: Rrd, daemon: FakeDaemon) -> None:
     daemon.show(snapshot(job("code-a", step=10060, target_steps=5)))
     shown = rrd("status", "code-a").stdout

@@ -42,7 +42,7 @@ def test_every_command_with_its_options_is_there(tmp_path: Path) -> None:
     text = shown("rrd.1", tmp_path)
     for name in COMMANDS:
         assert re.search(rf"^   rrd {name}( |$)", text, re.M), name
-    assert "--replace" in text and "Also where another job file of that name is there." in text
+    assert "--replace" in text and "Take the place of other job files of that name." in text
     assert re.search(r"^   rrd bench ops ", text, re.M), "commands below commands, too"
     assert re.search(r"^       78 +The configuration or a job file is bad", text, re.M)
 

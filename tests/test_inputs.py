@@ -7,6 +7,8 @@ from typing import Any
 
 import headers
 import pytest
+from bridge_toys import make_bridged
+from toys import make_model
 
 from rrd import inputs
 from rrd.errors import BadJob
@@ -14,6 +16,7 @@ from rrd.job import JobSpec
 from rrd.models.llama import Llama
 from rrd.models.registry import families, reads_of
 from rrd.train.tokenize import KINDS
+from rrd.worker import resident
 
 GPT2 = {"model_type": "gpt2", "n_positions": 64}
 RWKV = {"emb.weight": (32, 64), "head.weight": (32, 64), "blocks.0.ln0.weight": (64,),
@@ -113,3 +116,22 @@ def test_it_knows_the_same_models_and_tokenizers_as_the_worker() -> None:
     assert reads_of(Llama()) == inputs.LLAMAS
     assert {f.name for f in families()} == {"llama", "rwkv7", "transformers"}
     assert tuple(KINDS) == inputs.TOKENIZERS
+
+
+@pytest.mark.parametrize(("family", "keys", "said"), [
+    ("gpt2", {"lora_targets": ["q_proj"]}, "the model has no linear module 'q_proj'"),
+    ("gpt2", {"lora_ranks": {"q_proj": 2}}, "the model has no linear module 'q_proj'"),
+    ("gpt2", {"seq_len": 257}, "the model has positions for 256 tokens"),
+    ("gpt2", {"chunk_len": 64}, "transformers models cannot run a sample in pieces"),
+    ("llama", {"chunk_len": 64}, "llama models cannot run a sample in pieces"),
+    ("llama", {"init_adapter": "deep", "lora_targets": ["q_proj", "v_proj", "down_proj"]}, "it has model.layers.7"),
+])
+def test_the_worker_that_prepares_a_job_looks_at_the_model_itself(box: Path, family: str, keys: dict[str, Any],
+                                                                  said: str) -> None:
+    """Also at one that comes through transformers, whose files do not tell all: no die is needed to see it."""
+    make_model(box / "llama", vocab=32) if family == "llama" else make_bridged(box / "gpt2-real", "gpt2")
+    model = "llama" if family == "llama" else "gpt2-real"
+    (box / model / "tokenizer.json").touch()
+    with pytest.raises(BadJob) as e:
+        resident.check(spec(box, model=model, **keys), box / "out")
+    assert said in e.value.message and e.value.hint

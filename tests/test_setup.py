@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -95,3 +96,13 @@ def test_an_environment_that_cannot_be_made_leaves_the_old_one(tmp_path: Path, c
     assert "pip could not install what rrd needs" in done.stderr and f"{venv} is as it was" in done.stdout
     assert (venv / "bin" / "python").read_text() == "old"
     assert list(tmp_path.glob("venv*")) == [venv]
+
+
+def test_a_full_disk_is_said_before_anything_is_touched(setup: dict[str, Any], tmp_path: Path,
+                                                        capsys: pytest.CaptureFixture[str]) -> None:
+    free = shutil.disk_usage(tmp_path).free
+    setup["needs_room"](tmp_path / "not" / "yet", free // 2)
+    with pytest.raises(SystemExit):
+        setup["needs_room"](tmp_path / "not" / "yet", 2 * free)
+    said = capsys.readouterr().err
+    assert f"MiB are free in {tmp_path}, and this takes " in said and "nothing was changed" in said

@@ -103,16 +103,8 @@ class LlamaLM(CausalLM):
     def head_weight(self) -> Tensor:
         return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
-    def hidden(
-        self,
-        idx: Tensor,
-        positions: Tensor | None = None,
-        *,
-        rows: Tensor | None = None,
-        checkpointing: bool = False,
-    ) -> Tensor:
-        if positions is None:
-            positions = torch.arange(idx.shape[1], device=idx.device)
+    def hidden(self, idx: Tensor, *, rows: Tensor | None = None, checkpointing: bool = False) -> Tensor:
+        positions = torch.arange(idx.shape[1], device=idx.device)
         at = angles(positions, self.config.inverse_frequencies(idx.device), self.compute)
         x = self.model.embed_tokens(idx)
         for i, block in enumerate(self.blocks):

@@ -86,19 +86,12 @@ class CausalLM(nn.Module):
         return None
 
     @abstractmethod
-    def hidden(
-        self,
-        idx: Tensor,
-        positions: Tensor | None = None,
-        *,
-        rows: Tensor | None = None,
-        checkpointing: bool = False,
-    ) -> Tensor:
+    def hidden(self, idx: Tensor, *, rows: Tensor | None = None, checkpointing: bool = False) -> Tensor:
         """Activations after the final norm, [B, T, C], for ``idx`` [B, T] int64.
 
-        ``positions``: [T] int64, default 0..T-1. ``rows``: indices into the B*T positions, ascending; only these are
-        computed to the end, and the result is [len(rows), C]. ``checkpointing``: keep only each block's input, and
-        compute the block again in the backward pass.
+        ``rows``: indices into the B*T positions, ascending; only these are computed to the end, and the result is
+        [len(rows), C]. ``checkpointing``: keep only each block's input, and compute the block again in the backward
+        pass.
         """
 
     def settle(self) -> None:

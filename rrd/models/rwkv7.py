@@ -82,14 +82,7 @@ class RwkvLM(CausalLM):
         weight: Tensor = self.body.head.weight
         return weight
 
-    def hidden(
-        self,
-        idx: Tensor,
-        positions: Tensor | None = None,
-        *,
-        rows: Tensor | None = None,
-        checkpointing: bool = False,
-    ) -> Tensor:
+    def hidden(self, idx: Tensor, *, rows: Tensor | None = None, checkpointing: bool = False) -> Tensor:
         x, v_first = self.embed(idx), None
         for block in self.order:
             x, v_first, _ = _recomputed(block, x, v_first) if checkpointing else block(x, v_first, None)

@@ -5,7 +5,7 @@
 
 Printed: median seconds a step of each, their ratio, and the bytes that the bases hold. With ``--error``: what weights
 of less precision do to the loss and the LoRA gradient of a real model, for int8 with a scale a row (what rrd does),
-int8 with finer scales, and bf16, on the first 512 tokens of README.md and of as many files of docs/ as there are more samples.
+int8 with finer scales, and bf16, on the first 512 tokens of README.md, and of a file of docs/ for each further sample.
 """
 
 from __future__ import annotations

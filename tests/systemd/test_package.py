@@ -53,6 +53,10 @@ def test_lintian_has_nothing_to_say(packages: tuple[Path, Path]) -> None:
 def test_installed_it_runs_and_trains(service: Service) -> None:
     said = service.machine.run("dpkg", "-i", "/srv/old.deb")
     assert "no NVIDIA chips: torch for cpu" in said
+    if service.machine.attempt("sh", "-c", "command -v g++").returncode == 0:
+        assert "rrd-setup: kernels for CPU dies: " in said and "in /var/cache/rrd" in said
+        owners = service.machine.run("stat", "-c", "%U", "/var/cache/rrd", "/var/cache/rrd/kernels")
+        assert owners.split() == ["rrd", "rrd"]
     assert [service.property(name) for name in ("ActiveState", "UnitFileState")] == ["active", "enabled"]
     assert service.property("FragmentPath") == "/lib/systemd/system/rrd.service"
     service.drop("first", max_steps=20)

@@ -46,7 +46,7 @@ def look(spec: JobSpec) -> list[str]:
         warnings += model.check(spec)
     if spec.tokenizer or model is not None:
         _check_tokenizer(spec)
-    if spec.init_adapter and os.path.exists(spec.init_adapter):
+    if spec.init_adapter and os.access(spec.init_adapter, os.R_OK):
         linears = model.linears if model is not None and model.own else None
         all_of_them = {adapter.leaf(path) for path in linears} if linears else None
         adapter.check(Path(spec.init_adapter), spec, spec.lora_targets or all_of_them, linears)

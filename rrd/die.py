@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
 from rrd.config import Config, DieSpec
 from rrd.handle import ASK_SECONDS, Nursery, Worker, WorkerGone
+from rrd.host_memory import HostMemory
 from rrd.messages import Loaded, Message, Ready, VisitDone
+from rrd.placement import DieFacts
 from rrd.roster import Job
 from rrd.snapshot import DieView, VisitView
 from rrd.text import count
@@ -22,6 +24,8 @@ START_PATIENCE = 120.0
 """Seconds for a worker to come up, torch's import on a cold disk included."""
 FENCE_FIRST, FENCE_MOST = 60.0, 3600.0
 """Seconds for which a die is fenced at first, and at most, before it is tried again."""
+HOST_SPARE = 0.1
+"""The share of the host's memory that is left to the system, the daemon and the disk's cache."""
 STOP_PATIENCE = 600.0
 """Seconds for a worker to finish writing what was copied aside."""
 
@@ -132,6 +136,12 @@ class Die:
             return f"CPU with {count(self.spec.threads, 'thread')}"
         return f"{self.ready.model} with {count(self.spec.threads, 'thread')}" if self.ready else ""
 
+    @property
+    def coming_bytes(self) -> int:
+        """Of what its jobs need by estimate, what its worker has not taken yet."""
+        held = self.held_bytes if self.alive else None
+        return max(0, needed_bytes(self.jobs.values())[0] - (held or 0))
+
     def settings(self, config: Config) -> dict[str, object]:
         """What a new worker of this die has to know."""
         return worker_settings(config, die=self.name, device=self.spec.device, threads=self.spec.threads)
@@ -151,6 +161,34 @@ class Die:
             memory_bytes=machine_bytes() if self.spec.device == "cpu" else ready.memory_bytes if ready else None,
             memory_used_bytes=self.held_bytes if self.alive else None,
             without_kernels=self.without_kernels if self.alive else "")
+
+
+def needed_bytes(jobs: Iterable[Job]) -> tuple[int, frozenset[str]]:
+    """What jobs in one memory need by estimate, a base that they share counted once; and those bases."""
+    jobs = list(jobs)
+    bases = {job.base_key: job.base_bytes for job in jobs if job.base_key}
+    return sum(job.needs_bytes - job.base_bytes for job in jobs) + sum(bases.values()), frozenset(bases)
+
+
+def facts_of(dies: Sequence[Die], config: Config, host: HostMemory | None) -> list[DieFacts]:
+    """The dies as placement sees them. CPU dies without a memory of their own by ``die_memory`` share the host's: it
+    may be promised but for ``HOST_SPARE``, and what is not free must not be promised, whoever has taken it."""
+    sharing = [die for die in dies if die.spec.device == "cpu"] if host and not config.die_memory else []
+    facts = []
+    for die in dies:
+        pool, members = ("the host", sharing) if die in sharing else ("", [die])
+        total = config.die_memory or (die.ready.memory_bytes if die.ready else None)
+        needed, bases = needed_bytes(job for member in members for job in member.jobs.values())
+        free = None if total is None else total - needed
+        if pool and host:
+            total = int(host.total * (1 - HOST_SPARE))
+            free = max(0, min(total - needed, host.available - sum(member.coming_bytes for member in sharing)))
+        ready = die.ready
+        facts.append(DieFacts(
+            index=die.spec.index, lane=die.spec.lane, name=die.name, uuid=ready.uuid if ready else "",
+            pci=ready.pci_bus_id if ready else "", jobs=len(die.jobs), slots=config.jobs_per_die, bytes_free=free,
+            bytes_total=total, base_keys=bases, fenced=bool(die.fenced), pool=pool, kind=die.kind))
+    return facts
 
 
 def worker_settings(config: Config, *, die: str, device: str, threads: int) -> dict[str, object]:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 DISK_RETRY = 30.0
 """Seconds until a job that could not be prepared or loaded for want of disk is tried again."""
+BUSY_RETRY = 3.0
+"""The same for one of which somebody else holds what it needs."""
 RELEASE_STEPS = 100
 """So many steps a job must have got on for letting go of the caches to be tried again before a rung is taken."""
 
@@ -42,11 +44,23 @@ class Faults:
             self.blame(job, report.message)
             if job.state not in ENDED and job.leave is None:
                 self.s.set(job, JobState.LOADING if job.die else JobState.WAITING, report.message, report.hint)
-        elif report.blame == "disk":
+        elif report.blame == "busy" and job.lane:
+            self._rest(job, report)
+        elif report.blame in ("disk", "busy"):
             self.off(job, Leave(JobState.WAITING, report.message, report.hint), Kind.DISK)
             job.not_before = max(job.not_before, self.s.monotonic() + DISK_RETRY)
         else:
             self.off(job, Leave(JobState.FAILED, report.message, report.hint), Kind.FAILED)
+
+    def _rest(self, job: Job, report: Failed) -> None:
+        """It keeps its place on its die, and the lane goes on with others."""
+        if job.leave is not None:
+            return
+        if job.record.why != report.message:
+            self.s.say(Kind.JOB_WAITS, f"{report.message}; trying again every {duration(BUSY_RETRY)}", job,
+                       level="warning", hint=report.hint)
+        self.s.set(job, JobState.LOADING, report.message, report.hint)
+        self.s.lanes[job.lane or ""].rest(job, BUSY_RETRY)
 
     def off(self, job: Job, leave: Leave, kind: Kind) -> None:
         """A fault ends the job, or sends it back to wait; unless the user has asked for something else meanwhile."""

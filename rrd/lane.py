@@ -142,19 +142,26 @@ class Lane:
                 worker = await self._worker(die)
                 answer = await worker.ask(messages.Probe(), messages.Probed, patience=lambda: ASK_SECONDS)
                 if isinstance(answer, messages.Probed):
+                    self.rotation.granted(die.name)
                     self.host.returned(die)
                     return
                 await worker.stop()
-                raise WorkerGone(getattr(answer, "message", "it gave no answer"))
-        except (TryLater, WorkerGone) as e:
-            if die.fenced:
                 die.worker = None
-                die.put_off_probe(self.monotonic())
-                self.host.still_fenced(die, e.message)
-            elif isinstance(e, TryLater):  # the user has put it back meanwhile: a die like any other
-                self._refused(die, e.message)
-            else:
+                self._still_fenced(die, getattr(answer, "message", "it gave no answer"))
+        except TryLater as e:  # of the gate, or the box has no process to spare: that says nothing about the die
+            self._refused(die, e.message)
+            die.probe_at = self.rotation.retry_at(die.name) if die.fenced else None
+        except WorkerGone as e:
+            if die.fenced:
+                self._lost_worker(None, die)
+                self._still_fenced(die, e.message)
+            else:  # the user has put it back meanwhile: a die like any other
                 self._crashed(None, die, e.message)
+
+    def _still_fenced(self, die: Die, why: str) -> None:
+        if die.fenced:
+            die.put_off_probe(self.monotonic())
+            self.host.still_fenced(die, why)
 
     async def _sleep(self, now: float) -> None:
         errands = (self._due(self.jobs[j]) for j in self._errands)
@@ -283,6 +290,11 @@ class Lane:
         self._errands.await_commit(job.id, self.monotonic())
         self.rotation.hold(job.id)
 
+    def rest(self, job: Job, seconds: float) -> None:
+        """No turns for a job that cannot be loaded yet, for so long; it keeps its place."""
+        self._errands.want(job.id, self.monotonic() + seconds)
+        self.rotation.hold(job.id)
+
     def hold_for_disk(self, job: Job) -> None:
         """Training went on for a cadence more than the disk could take: rest, resident, until it takes it."""
         if not job.resident:
@@ -297,10 +309,7 @@ class Lane:
 
     def _crashed(self, job: Job | None, die: Die, reason: str) -> None:
         """The worker is gone: all who lived there load again, from their newest checkpoints."""
-        if die.worker and die.worker.stack:
-            self.host.stood(job, die, die.worker.stack)
-        die.lost, die.crashes = bool(die.worker and die.worker.die_failed), die.crashes + 1
-        die.worker = None
+        self._lost_worker(job, die)
         for each in die.jobs.values():
             each.off_die()
             each.held = False  # what the disk did not take is lost
@@ -311,6 +320,12 @@ class Lane:
         if job is not None and job.id in self.rotation:
             self.rotation.step_back(job.id)  # another of the die's jobs is to show whose fault it was
         self.host.crashed(job, die, reason)
+
+    def _lost_worker(self, job: Job | None, die: Die) -> None:
+        if die.worker and die.worker.stack:
+            self.host.stood(job, die, die.worker.stack)
+        die.lost, die.crashes = bool(die.worker and die.worker.die_failed), die.crashes + 1
+        die.worker = None
 
     # --- the end ---
 

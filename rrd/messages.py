@@ -287,7 +287,8 @@ class LastWords(Message):
 
 
 class Failed(Message):
-    """What was asked could not be done, and the worker is fit to go on. ``blame``: job, disk, plan, worker or die.
+    """What was asked could not be done, and the worker is fit to go on. ``blame``: job, disk, plan, worker or die; or
+    busy, for somebody else holds what is needed.
 
     ``resident``: the job still is, for it was only its export that the disk did not take.
     """
@@ -295,7 +296,7 @@ class Failed(Message):
     kind: Literal["failed"] = "failed"
     job: str
     resident: bool = False
-    blame: Literal["job", "disk", "plan", "worker", "die"]
+    blame: Literal["job", "disk", "plan", "worker", "die", "busy"]
     message: Sentence
     hint: Sentence = ""
 

@@ -3,12 +3,13 @@
 The invariant
 =============
 - A job is placed only where its wish allows, on a die that has a free slot, is not fenced, and has the memory it needs.
+  Dies of one pool have one memory: what is placed on one of them is taken from all.
 - A job that has been trained on one kind of die is placed on that kind only, as long as the box has any, sound or not,
   or may have, for a die has not said yet what it is: elsewhere it would not be the same job. It waits sooner than that.
 - Jobs are taken in the order given, which is that of their files' times. A job that cannot be placed now waits, with
   one sentence why; it holds up nobody who wishes for another die.
-- A job that waits **only for memory** keeps one die, the one that lacks least, from those behind it: else a stream of
-  small jobs could keep a large one waiting for ever. One that could never fit keeps nothing.
+- A job that waits **only for memory** keeps one die, the one that lacks least (and all of its pool), from those behind
+  it: else a stream of small jobs could keep a large one waiting for ever. One that could never fit keeps nothing.
 - Among the dies that would do: the one with fewest jobs, then the lane with fewest, then one that already holds the
   same frozen base (it is kept once), then the lowest index.
 """
@@ -50,6 +51,7 @@ class DieFacts:
     bytes_total: int | None = None  # what jobs may use of it when it is empty
     base_keys: frozenset[str] = field(default_factory=frozenset)
     fenced: bool = False
+    pool: str = ""  # dies of one pool share one memory, of which these facts are then the same; empty: one of its own
     kind: str = ""  # dies of one kind give the same bits; empty: not known (yet)
 
     def answers_to(self, wish: str | int) -> bool:
@@ -86,7 +88,8 @@ def place(waiting: Sequence[Candidate], dies: Sequence[DieFacts]) -> tuple[list[
         if choice is not None:
             placed.append(Placed(job.job, choice.index))
             lanes[choice.lane] += 1
-            facts[choice.index] = _with(choice, job)
+            for die in _pool(choice, facts.values()):
+                facts[die.index] = _with(die, job, on=choice)
             continue
         key = tuple(die.index for die in wished)
         waits[job.job] = _of_another_kind(job, answering, dies) if answering and not wished else _why(
@@ -94,7 +97,8 @@ def place(waiting: Sequence[Candidate], dies: Sequence[DieFacts]) -> tuple[list[
         ahead[key] += 1
         hopeful = [die for die in wished if _has_slot(die) and die.index not in kept and _could_fit(job, die)]
         if hopeful:
-            kept[min(hopeful, key=lambda die: _missing(job, die)).index] = job.job
+            best = min(hopeful, key=lambda die: _missing(job, die))
+            kept |= {die.index: job.job for die in _pool(best, facts.values())}
     return placed, waits
 
 
@@ -125,11 +129,16 @@ def _missing(job: Candidate, die: DieFacts) -> int:
     return 0 if die.bytes_free is None else _cost(job, die) - die.bytes_free
 
 
-def _with(die: DieFacts, job: Candidate) -> DieFacts:
-    """``die`` after ``job`` has been placed on it."""
+def _pool(die: DieFacts, dies: Iterable[DieFacts]) -> list[DieFacts]:
+    """``die`` and those that share its memory."""
+    return [other for other in dies if other.index == die.index or (die.pool and other.pool == die.pool)]
+
+
+def _with(die: DieFacts, job: Candidate, *, on: DieFacts) -> DieFacts:
+    """``die`` after ``job`` has been placed ``on`` it, or on one of its pool."""
     return replace(
         die,
-        jobs=die.jobs + 1,
+        jobs=die.jobs + (die.index == on.index),
         bytes_free=None if die.bytes_free is None else die.bytes_free - _cost(job, die),
         base_keys=die.base_keys | {job.base_key} if job.base_key else die.base_keys,
     )
@@ -153,7 +162,8 @@ def _why(job: Candidate, wished: list[DieFacts], dies: Sequence[DieFacts], kept:
     if not free:
         return f"the room on {_name(room, dies)} is kept for {one_line(kept[room[0].index])}, which came first{line}"
     best = min(free, key=lambda die: _missing(job, die))
-    return f"it needs {_gib(_cost(job, best))}, and die {best.name} has {_gib(best.bytes_free or 0)} free now{line}"
+    where = best.pool or f"die {best.name}"
+    return f"it needs {_gib(_cost(job, best))}, and {where} has {_gib(best.bytes_free or 0)} free now{line}"
 
 
 def _of_another_kind(job: Candidate, dies: list[DieFacts], all_dies: Sequence[DieFacts]) -> str:

@@ -10,11 +10,13 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
+from rrd import host_memory
 from rrd.config import Config
-from rrd.die import Die
+from rrd.die import Die, facts_of
 from rrd.errors import RrdError
 from rrd.faults import DISK_RETRY, Faults
 from rrd.handle import Nursery
+from rrd.host_memory import HostMemory
 from rrd.job import JobSpec, output_of
 from rrd.journal import Journal, Kind
 from rrd.keeper import Keeper
@@ -35,7 +37,7 @@ from rrd.messages import (
     VisitDone,
 )
 from rrd.metrics import Meters
-from rrd.placement import Candidate, DieFacts, place
+from rrd.placement import Candidate, place
 from rrd.preparer import Preparer
 from rrd.roster import Job, Leave
 from rrd.rotation import Turn
@@ -59,6 +61,7 @@ class Scheduler:
                  wall: Callable[[], float] = time.time) -> None:
         self.config, self.keeper, self.journal, self.meters, self.live = config, keeper, journal, meters, live
         self.monotonic, self.wall = monotonic, wall
+        self.memory: Callable[[], HostMemory | None] = host_memory.look
         self.jobs: dict[str, Job] = {}
         self.lanes: dict[str, Lane] = {}
         self.preparer = Preparer(config, nursery, limit=max(2, len(config.lanes)), monotonic=monotonic, wall=wall)
@@ -139,7 +142,7 @@ class Scheduler:
 
     def _place(self, ready: list[Job]) -> None:
         wishes = [Candidate(j.id, j.spec.die, j.needs_bytes, j.base_key, j.base_bytes, j.kind) for j in ready]
-        placed, waits = place(wishes, [self._facts(i, lane, die) for i, (lane, die) in self._numbered().items()])
+        placed, waits = place(wishes, facts_of(self._dies(), self.config, self.memory()))
         for job_id, index in placed:
             lane, die = self._numbered()[index]
             self.set(self.jobs[job_id], JobState.LOADING)
@@ -149,16 +152,6 @@ class Scheduler:
             if not job.record.why:  # told once a wait: the numbers in the reason change all the time
                 self.say(Kind.JOB_WAITS, f"waiting: {why}", job)
             job.record.why = why
-
-    def _facts(self, index: int, lane: Lane, die: Die) -> DieFacts:
-        total = self.config.die_memory or (die.ready.memory_bytes if die.ready else None)
-        bases = {j.base_key: j.base_bytes for j in die.jobs.values() if j.base_key}
-        used = sum(j.needs_bytes - j.base_bytes for j in die.jobs.values()) + sum(bases.values())
-        return DieFacts(
-            index=index, lane=lane.name, name=die.name, uuid=die.ready.uuid if die.ready else "",
-            pci=die.ready.pci_bus_id if die.ready else "", jobs=len(die.jobs), slots=self.config.jobs_per_die,
-            bytes_free=None if total is None else total - used, bytes_total=total, base_keys=frozenset(bases),
-            fenced=bool(die.fenced), kind=die.kind)
 
     def _numbered(self) -> dict[int, tuple[Lane, Die]]:
         return {die.spec.index: (lane, die) for lane in self.lanes.values() for die in lane.dies.values()}

@@ -11,7 +11,8 @@ from moments import failed
 from world import DIE, HANG, World, now, play
 
 from rrd.die import FENCE_FIRST, FENCE_MOST
-from rrd.faults import RELEASE_STEPS
+from rrd.faults import BUSY_RETRY, RELEASE_STEPS
+from rrd.gate.simulated import Act
 from rrd.journal import Kind
 from rrd.messages import Evict, OutOfMemory, Run
 from rrd.savings import Savings, in_force
@@ -185,6 +186,49 @@ def test_a_fenced_die_is_probed_ever_more_rarely_and_returns(tmp_path: Path) -> 
         assert [m.split(":")[0] for m in w.journal.of(Kind.DIE_FENCED)] == ["fenced"] + ["still fenced"] * 3
         await w.until_done("a")
         assert not die.fenced and w.steps_of("a")[-1] == 50
+
+    story(tmp_path, tell, 1)
+
+
+def test_what_befalls_a_probe_is_counted_as_what_it_is(tmp_path: Path) -> None:
+    """A worker that dies of it is a crash, and the die is left alone longer; a gate that refuses says nothing of it."""
+    async def tell(w: World) -> None:
+        w.workers.at("", "probe", DIE)
+        w.workers.at("a", "step 17", NO_KERNELS)
+        w.drop("a")
+        await w.until(lambda: w.journal.of(Kind.DIE_FENCED))
+        die = w.scheduler.lanes["0"].dies["0"]
+        before, start = die.crashes, now()
+        w.script("0", *[Act("refuse")] * 3)
+        await w.until(lambda: w.journal.of(Kind.GATE_REFUSED))
+        assert die.probe_delay == FENCE_FIRST and die.crashes == before and die.view(
+            computing=None, retry_at=None).refusals == 1
+        await w.until(lambda: len(w.journal.of(Kind.DIE_FENCED)) == 2)
+        assert now() - start < FENCE_FIRST + 20 and die.refusals == 3 and die.probe_delay == 2 * FENCE_FIRST
+        assert die.crashes == before + 1
+        assert "still fenced: the worker was killed by SIGSEGV" in w.journal.of(Kind.DIE_FENCED)[-1]
+        await w.until_done("a")
+
+    story(tmp_path, tell, 1)
+
+
+def test_a_job_whose_lock_is_taken_keeps_its_place_and_the_lane_goes_on(tmp_path: Path) -> None:
+    async def tell(w: World) -> None:
+        taken = "the job's directory /j/a is in use by another process"
+        w.workers.at("a", "load", *[failed("busy", taken)] * 20)
+        w.drop("a", "b", die=0)
+        await w.until(lambda: w.why("a") == taken)
+        assert w.state("a") == "loading" and w.job("a").die == "0"
+        start = now()
+        await w.until_done("b")
+        assert w.state("a") == "loading" and now() - start < 20 * BUSY_RETRY
+        await w.until_done("a")
+        assert len(w.journal.of(Kind.JOB_WAITS, "a")) == 1 and w.job("a").record.crashes == 0
+        w.workers.at("c", "load", *[failed("busy", taken)] * 1000)
+        w.drop("c")
+        await w.until(lambda: w.why("c") == taken)
+        w.verbs.cancel("c")
+        await w.until_state("c", "cancelled")
 
     story(tmp_path, tell, 1)
 

@@ -15,7 +15,7 @@ PACKAGE = ROOT / "rrd"
 
 FLOORS: dict[str, int] = {
     # floor 0: words, faults, and the only code that writes state
-    "errors": 0, "boards": 0, "states": 0, "text": 0, "durable": 0, "roots": 0,
+    "errors": 0, "boards": 0, "states": 0, "text": 0, "durable": 0, "roots": 0, "host_memory": 0,
     # floor 1: the language both towers share
     "savings": 1, "stack": 1, "toml": 1, "job_keys": 1, "job": 1, "edits": 1, "config": 1, "messages": 1,
     "checkpoint": 1, "snapshot": 1, "safetensors_header": 1, "adapter": 1, "inputs": 1,

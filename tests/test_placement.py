@@ -133,3 +133,35 @@ def test_a_job_waits_for_a_die_that_may_be_of_its_kind_and_has_not_said_so_yet()
     assert place([job], dies("")) == ([], {"a": "die 0 may be of the kind that it began on (Tesla K80): to be seen"})
     assert place([job], dies("Tesla K80")) == ([("a", 0)], {})
     assert place([job], dies("Tesla P40"))[0] == [("a", 0)], "the box has none: its worker refuses, and says why"
+
+
+# --- dies that share one memory ---
+
+
+def test_what_is_placed_on_one_die_of_a_pool_is_taken_from_all() -> None:
+    dies = box(3, pool="the host", bytes_free=10 * GIB, bytes_total=20 * GIB)
+    placed, waits = place([Candidate(name, bytes_needed=4 * GIB) for name in "abc"], dies)
+    assert placed == [("a", 0), ("b", 1)]
+    assert waits == {"c": "it needs 4.0 GiB, and the host has 2.0 GiB free now; next in line"}
+
+
+def test_a_base_is_held_once_by_a_pool_whoever_loaded_it() -> None:
+    dies = box(3, pool="the host", bytes_free=10 * GIB, bytes_total=20 * GIB)
+    same = [Candidate(name, bytes_needed=6 * GIB, base_key="b", base_bytes=4 * GIB) for name in "abcd"]
+    placed, waits = place(same, dies)
+    assert placed == [("a", 0), ("b", 1), ("c", 2)] and list(waits) == ["d"]
+
+
+def test_a_job_that_waits_for_the_memory_of_a_pool_keeps_all_of_it() -> None:
+    dies = [*box(2, pool="the host", bytes_free=4 * GIB, bytes_total=20 * GIB), DieFacts(2, "y", "2")]
+    placed, waits = place([Candidate("big", 0, bytes_needed=8 * GIB), Candidate("small", 1, bytes_needed=GIB),
+                           Candidate("elsewhere", 2, bytes_needed=GIB)], dies)
+    assert placed == [("elsewhere", 2)]
+    assert waits["small"].startswith("the room on die 1 is kept for big, which came first")
+
+
+def test_what_a_pool_can_never_give_is_said_and_keeps_nothing() -> None:
+    dies = box(2, pool="the host", bytes_free=4 * GIB, bytes_total=20 * GIB)
+    placed, waits = place([Candidate("huge", bytes_needed=30 * GIB), Candidate("small", bytes_needed=GIB)], dies)
+    assert waits == {"huge": "it needs 30.0 GiB, and both dies can give a job at most 20.0 GiB"}
+    assert placed == [("small", 0)]

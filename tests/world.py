@@ -142,7 +142,7 @@ class Workers(Nursery):
         super().__init__()
         self.disk, self.touch = disk, touch
         self.step_seconds, self.load_seconds, self.write_seconds, self.prepare_seconds = 0.1, 1.0, 0.05, 0.5
-        self.samples = 100
+        self.samples, self.needs_bytes = 100, 0
         self.missing: set[str] = set()
         """Models that are not there."""
         self.born: list[FakeWorker] = []
@@ -304,7 +304,8 @@ class FakeWorker:
         if order.spec.model in self.workers.missing:
             raise _Failed(Failed(job=order.job, blame="job", message=f"there is no model in {order.spec.model}",
                                  hint="put it there"))
-        self._send(Prepared(job=order.job, samples=self.workers.samples, tokens=1000, bad_lines=0))
+        self._send(Prepared(job=order.job, samples=self.workers.samples, tokens=1000, bad_lines=0,
+                            needs_bytes=self.workers.needs_bytes))
 
     async def _load(self, order: Load) -> None:
         await self._pass(order.job, self.workers.load_seconds)

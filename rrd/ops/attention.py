@@ -110,12 +110,13 @@ class _Attention(torch.autograd.Function):
         G, R = k.shape[2], n_head // k.shape[2]
         q, k, v = _rotated(q, at, G), _rotated(k, at, G), _grouped(v, G)
         y = torch.empty_like(q)
-        kept = []
+        kept: list[Tensor] = []
         for b in _blocks(T, R, window):
             p = _weights(q, k, b, R, window)
             torch.bmm(p, v[:, b.first : b.end], out=y[:, b.start * R : b.end * R])
-            kept.append(p)
-        ctx.save_for_backward(q, k, v, *(kept if n_head * T * T <= KEPT else ()))
+            if n_head * T * T <= KEPT:
+                kept.append(p)
+        ctx.save_for_backward(q, k, v, *kept)
         ctx.at, ctx.n_head, ctx.window, ctx.shape = at, n_head, window, qkv.shape
         return _ungrouped(y, B, G, T).reshape(B, T, n_head * D)
 

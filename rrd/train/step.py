@@ -38,9 +38,9 @@ class Batch(NamedTuple):
 class NotFinite(RrdError):
     """The loss or the gradient is NaN or infinite; the step was not applied and nothing has changed."""
 
-    def __init__(self, *, loss: float, grad_norm: float, where: str = "") -> None:
+    def __init__(self, *, loss: float, grad_norm: float, where: str = "", hint: str = "") -> None:
         what = f"the gradient's norm is {grad_norm}" if math.isfinite(loss) else f"the loss is {loss}"
-        super().__init__(what + where, hint='lower lr, or set on_nan = "skip" to leave such steps out')
+        super().__init__(what + where, hint=hint or 'lower lr, or set on_nan = "skip" to leave such steps out')
         self.loss, self.grad_norm = loss, grad_norm
 
 

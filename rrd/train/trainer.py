@@ -128,7 +128,9 @@ class Trainer:
                     savings=savings._replace(checkpointing=savings.checkpointing or s.gradient_checkpointing),
                     on_nan=on_nan)
         except NotFinite as e:
-            raise NotFinite(loss=e.loss, grad_norm=e.grad_norm, where=self._circumstances()) from None
+            of_the_model, hint = self._of_the_model()
+            raise NotFinite(loss=e.loss, grad_norm=e.grad_norm, where=self._circumstances() + of_the_model, hint=hint
+                            ) from None
         self.step, self._beats = self.step + 1, beats.count
         self.tokens += result.tokens
         self.skipped += result.skipped
@@ -143,6 +145,19 @@ class Trainer:
         norms = ", ".join(f"{n:.3g}" for n in self.norms) or "none yet"
         return (f" at step {self.step + 1}, on sample {', '.join(map(str, ids[:16]))}{more} of the data; "
                 f"the gradient's norms before: {norms}")
+
+    def _of_the_model(self) -> tuple[str, str]:
+        """Whether it is the model's own doing, as half a sentence and a hint; both empty if nothing says so."""
+        tensors = self.base.tensors or dict(self.named)
+        bad = next((n for n, t in tensors.items() if t.is_floating_point() and not torch.isfinite(t).all()), None)
+        untrained = self.optimizer.steps == 0
+        if bad is not None and (untrained or self.base.tensors):
+            name = bad.removesuffix("scale") + "weight" if self.spec.quantize and bad.endswith(".scale") else bad
+            return f"; in the model's files, {name} holds what is no number", "put the model's right files there"
+        if untrained:
+            return ("; that is before anything was trained, and its weights are all numbers: its sums overflow",
+                    f"is it a model for {_name(self.base.compute)}? Try another dtype, or another model")
+        return "", ""
 
     def evaluation(self) -> Evaluation:
         """A pass over the held-out data, to be gone through."""

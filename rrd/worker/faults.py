@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from rrd.errors import RrdError, TryLater
+from rrd import host_memory
+from rrd.errors import DiskTrouble, RrdError, TryLater
 from rrd.messages import Failed, LastWords
 from rrd.ops.cuda.launch import KernelFailed
 from rrd.text import one_line
@@ -57,14 +58,11 @@ def _bytes(said: re.Match[str] | None) -> int | None:
 
 
 def _free(device: torch.device) -> int | None:
-    """Bytes that a new allocation may still have. Linux tells MemAvailable (proc(5))."""
+    """Bytes that a new allocation may still have."""
     if device.type == "cuda" and torch.cuda.is_available():
         return int(torch.cuda.mem_get_info(device)[0])
-    try:
-        with open("/proc/meminfo", encoding="ascii") as f:
-            return next((int(line.split()[1]) << 10 for line in f if line.startswith("MemAvailable:")), None)
-    except OSError:
-        return None
+    host = host_memory.look()
+    return host.available if host else None
 
 
 def release(device: torch.device) -> None:
@@ -98,8 +96,8 @@ def failure(job: str, e: Exception) -> Failed:
     if _is(e, _NO_KERNELS):
         return Failed(job=job, blame="die", message=f"torch {torch.__version__} has no kernels for this die: "
                       f"{_first_line(e)}", hint="install a torch that was built for it")
-    if isinstance(e, TryLater):  # the disk, or somebody who holds what is needed: nobody's fault, and it passes
-        return Failed(job=job, blame="disk", message=e.message, hint=e.hint)
+    if isinstance(e, TryLater):  # nobody's fault, and it passes
+        return Failed(job=job, blame="disk" if isinstance(e, DiskTrouble) else "busy", message=e.message, hint=e.hint)
     if isinstance(e, (NotFinite, RrdError)):
         return Failed(job=job, blame="job", message=e.message, hint=e.hint)
     traceback.print_exception(e)  # ours, or the library's: the journal should have the whole of it

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from boxes import toy_keys
+from toys import make_model
 
 from rrd.job import JobSpec
 from rrd.models.files import inspect
-from rrd.train.memory import CONTEXT_BYTES, Needs, estimate
+from rrd.train.memory import CONTEXT_BYTES, PROCESS_BYTES, SPARE, Needs, estimate
 
 
 def needs(tmp_path: Path, dtype: torch.dtype = torch.float32, *, cuda: bool = False, **keys: Any) -> Needs:
@@ -34,7 +39,31 @@ def test_it_grows_with_rank_batch_and_length_and_shrinks_with_recomputing(tmp_pa
     assert needs(tmp_path, batch_size=8).total > least
     recomputed = needs(tmp_path, seq_len=4096, gradient_checkpointing=True).total
     assert needs(tmp_path, seq_len=4096).total > recomputed > least
-    assert needs(tmp_path, cuda=True).total == least + CONTEXT_BYTES
+
+
+def test_a_card_has_a_context_and_the_host_the_checkpoints_that_are_copied_aside(tmp_path: Path) -> None:
+    for keys in ({}, {"method": "full"}):
+        card, host = needs(tmp_path, cuda=True, **keys), needs(tmp_path, **keys)
+        assert card.saved == host.saved > 0
+        assert host.total == pytest.approx(card.total - CONTEXT_BYTES + SPARE * (card.saved + PROCESS_BYTES), abs=2)
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("memory") / "m", hidden=128, layers=4, heads=4, ffn=384, vocab=8192)
+
+
+def test_it_comes_near_what_a_step_takes(toy: Path) -> None:
+    """``tests/bench/bench_memory.py`` sees to many more, and larger ones."""
+    cases: list[dict[str, Any]] = [
+        {"batch_size": 16, "seq_len": 256}, {"batch_size": 16, "seq_len": 256, "gradient_checkpointing": True},
+        {"batch_size": 4, "seq_len": 128, "method": "full"}, {"batch_size": 1, "seq_len": 2048}]
+    script = Path(__file__).parents[1] / "bench" / "one_step.py"
+    said = [part for keys in cases for part in (str(toy), json.dumps(keys))]
+    done = subprocess.run([sys.executable, str(script), *said], capture_output=True, text=True, check=True)
+    for keys, line in zip(cases, done.stdout.splitlines(), strict=True):
+        measured, estimated = map(int, line.split())
+        assert 0.95 <= estimated / measured <= 1.7, f"{keys}: {measured >> 20} MiB, estimated {estimated >> 20}"
 
 
 def _tensors(tmp_path: Path) -> list[torch.Tensor]:

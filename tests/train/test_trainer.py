@@ -11,6 +11,7 @@ import torch
 from boxes import toy_keys
 from faults import Faults
 from rwkv_toys import make_rwkv
+from safetensors.torch import load_file, save_file
 
 from rrd.job import JobSpec
 from rrd.models import load_base
@@ -197,6 +198,30 @@ def test_a_step_without_a_label_is_no_number_lost_and_none_to_stop_for(
     results = [trainer.run_step(STEPS, on_nan) for _ in range(5)]
     assert [r.applied for r in results] == [True, True, True, False, True]
     assert trainer.skipped == 0 and not any(r.skipped for r in results) and trainer.optimizer.steps == 4
+
+
+@pytest.mark.parametrize("keys", [{}, {"quantize": True}, {"method": "full"}], ids=str)
+def test_weights_that_are_no_numbers_are_named_and_no_setting_is_blamed(tmp_path: Path, keys: dict[str, Any]) -> None:
+    """Unless the weights are what training has made of them."""
+    file = Path(toy_keys(tmp_path)["model"]) / "model.safetensors"
+    tensors = load_file(file)
+    bad, good = "model.layers.1.mlp.up_proj.weight", {n: t.clone() for n, t in tensors.items()}
+    tensors[bad][3, 5] = float("inf")
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(NotFinite) as e:
+        make_trainer(tmp_path, **keys).run_step(STEPS, "stop")
+    assert e.value.message.endswith(f"; in the model's files, {bad} holds what is no number")
+    assert e.value.hint == "put the model's right files there"
+    for name in good:
+        good[name] *= 1e30
+    save_file(good, file, metadata={"format": "pt"})
+    trainer = make_trainer(tmp_path, **keys)
+    with pytest.raises(NotFinite, match="before anything was trained, and its weights are all numbers"):
+        trainer.run_step(STEPS, "stop")
+    trainer.optimizer.steps = 1
+    with pytest.raises(NotFinite) as e:
+        trainer.run_step(STEPS, "stop")
+    assert e.value.message.endswith("none yet") and e.value.hint.startswith("lower lr")
 
 
 # --- held-out data in pieces ------------------------------------------------------------------------------------------

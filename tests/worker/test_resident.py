@@ -16,7 +16,8 @@ from rrd.train.state import STATE
 from rrd.worker import resident
 
 
-def test_a_lock_that_a_dying_worker_holds_is_waited_for_with_signs_of_life(tmp_path: Path) -> None:
+def test_a_lock_that_a_dying_worker_holds_is_waited_for_with_signs_of_life(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held: list[IO[bytes]] = [durable.lock(tmp_path / "lock", what="x")]
     said: list[str] = []
 
@@ -25,6 +26,7 @@ def test_a_lock_that_a_dying_worker_holds_is_waited_for_with_signs_of_life(tmp_p
         if len(said) == 3:
             held.pop().close()
 
+    monkeypatch.setattr(resident, "LOCK_SECONDS", 60.0)
     with resident._take_lock(tmp_path, alive):
         assert said == ["waiting for the job's lock"] * 3
         with pytest.raises(TryLater):

@@ -170,7 +170,8 @@ def outputs(p: Patient) -> Iterator[Finding]:
         yield Finding("outputs", "bad", f"job {job}: its output is in {above}, which the unit makes read-only",
                       f"`systemctl edit rrd`, two lines: [Service] and ReadWritePaths={above}; then restart it")
     if not blocked and not refused:
-        yield Finding("outputs", "ok", "the jobs' outputs can be written" if p.jobs else "no job names any")
+        said = "the jobs' outputs can be written" if p.jobs else "no job names any"
+        yield Finding("outputs", "ok", said if not p.jobs or _reader(p) else f"{said}, as far as {_UNASKED}")
 
 
 def inputs(p: Patient) -> Iterator[Finding]:
@@ -190,7 +191,10 @@ def inputs(p: Patient) -> Iterator[Finding]:
                 yield found
     if not trouble:
         said = f"{count(len(seen), 'model or data path')} can be read" if seen else "no job names any"
-        yield Finding("inputs", "ok", said)
+        yield Finding("inputs", "ok", said if not seen or reader else f"{said}, as far as {_UNASKED}")
+
+
+_UNASKED = "the unit is concerned; what its user may, only root sees"
 
 
 def _input_trouble(p: Patient, reader: Reader | None, job: str, key: str, path: Path) -> Finding | None:

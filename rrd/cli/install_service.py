@@ -54,7 +54,7 @@ def install_service(root: Path, remove: bool, dry_run: bool) -> None:
     for path, text in files.items():
         if path != root / CONFIG or not path.exists():
             _write(path, text)
-    if not os.path.lexists(command):
+    if not os.path.lexists(command) and not _of_pipx():
         command.parent.mkdir(parents=True, exist_ok=True)
         command.symlink_to(target)
     if root == Path("/"):
@@ -116,6 +116,11 @@ def _unreachable(path: Path) -> str:
     return f"{closed} is closed to other users" if closed else ""
 
 
+def _of_pipx() -> bool:
+    """Whether pipx made this environment: then the command is its to link and to take away."""
+    return (Path(sys.prefix) / "pipx_metadata.json").exists()
+
+
 def _write(path: Path, text: str) -> None:
     """Durably: after a power cut, systemd takes an empty unit for one that is masked."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -148,7 +153,7 @@ def _remove(root: Path, files: dict[Path, str], command: Path, target: Path) -> 
     for path in files:
         if path != root / CONFIG:
             path.unlink(missing_ok=True)
-    if command.is_symlink() and command.readlink() == target:
+    if command.is_symlink() and command.readlink() == target and not _of_pipx():
         command.unlink()
     if root == Path("/"):
         for reload in _reload():

@@ -50,3 +50,14 @@ def test_a_place_that_services_cannot_see_is_refused(monkeypatch: pytest.MonkeyP
     assert install_service._unreachable(closed / "venv") == f"{closed} is closed to other users"
     assert install_service._unreachable(Path("/root/venv")) == "services see nothing below /root"
     assert install_service._unreachable(Path("/usr/bin")) == ""
+
+
+def test_the_command_of_pipx_is_left_to_pipx(rrd: Rrd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(install_service, "_of_pipx", lambda: True)
+    rrd("install-service", "--root", str(tmp_path))
+    command = tmp_path / install_service.COMMAND
+    assert not os.path.lexists(command)
+    command.parent.mkdir(parents=True, exist_ok=True)
+    command.symlink_to(f"{sys.prefix}/bin/rrd")
+    rrd("install-service", "--root", str(tmp_path), "--remove")
+    assert command.is_symlink()

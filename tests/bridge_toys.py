@@ -29,11 +29,20 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
                                "shared_expert_intermediate_size": 16}),
     "granitemoe": ("GraniteMoe", {**_GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2, "logits_scaling": 2.0}),
 }
+TURNED = {"gpt_oss": ("GptOss", {**_GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8})}
+"""One whose experts are stored [in, out], and have biases."""
+_WIDE = {"hidden_size": 128, "intermediate_size": 256}
+WIDE: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_embd": 128}, "gemma": {**_WIDE, "head_dim": 32}, "gemma2": {**_WIDE, "head_dim": 32}, "phi": _WIDE,
+    "mixtral": _WIDE, "granitemoe": _WIDE,
+    "qwen2_moe": {"hidden_size": 128, "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128},
+}
+"""Sizes at which a row's scale is little beside the row."""
 
 
 def make_bridged(path: Path, kind: str, **more: Any) -> Path:
     """A model directory with a tokenizer; biases and norms are random too, so that none of them can be missed."""
-    name, sizes = KINDS[kind]
+    name, sizes = {**KINDS, **TURNED}[kind]
     if not hasattr(transformers, f"{name}Config"):
         pytest.skip(f"transformers {transformers.__version__} has no {kind}")
     if kind == "gemma2" and not hasattr(torch, "compiler"):

@@ -21,5 +21,6 @@ def test_a_daemon_trains_models_that_transformers_brings(tmp_path: Path) -> None
         config = json.loads((adapters / "g" / "adapter_config.json").read_text())
         assert config["fan_in_fan_out"]
         assert set(config["target_modules"]) == {"c_attn", "c_proj", "c_fc"}
+        assert "q: 99 % of the block weights are held in 8 bits; model.layers.*.mlp.gate.weight are not" in b.tail()
         assert (adapters / "q" / "merged" / "model.safetensors").exists()
         assert len((b.state / "jobs" / "q" / "history.jsonl").read_text().splitlines()) == 4

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from rrd.errors import BadJob
 from rrd.models.bridge_build import OurConv1D, parts_of, skeleton_of, transformers_module, version
+from rrd.models.bridge_experts import use_int8
 from rrd.models.layers import Linear
 from rrd.models.registry import CausalLM, Shape
 
@@ -83,8 +84,7 @@ class BridgeLM(CausalLM):
         cap = getattr(settings, "final_logit_softcapping", None) or getattr(settings, "logits_soft_cap", None)
         return float(cap) if cap else None
 
-    def hidden(self, idx: Tensor, positions: Tensor | None = None, *, rows: Tensor | None = None,
-               checkpointing: bool = False) -> Tensor:
+    def hidden(self, idx: Tensor, *, rows: Tensor | None = None, checkpointing: bool = False) -> Tensor:
         self._recompute(checkpointing and torch.is_grad_enabled())
         body: Any = self._theirs[0].base_model
         x: Tensor = body(input_ids=idx, use_cache=False, return_dict=True).last_hidden_state
@@ -136,8 +136,9 @@ class BridgeLM(CausalLM):
             if isinstance(module, nn.Embedding):
                 module.register_forward_hook(self._as_computed)
             elif not isinstance(module, Linear):
-                for p in module.parameters(recurse=False):
-                    p.data = p.data.to(self.compute)
+                kept = use_int8(module)
+                for name, p in module.named_parameters(recurse=False):
+                    p.data = p.data if name in kept else p.data.to(self.compute)
             for name, b in module.named_buffers(recurse=False):
                 module.register_buffer(name, b.to(device), persistent=False)
         self._check_logits()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from rrd.errors import BadJob
+from rrd.models.bridge_experts import mark
 from rrd.models.layers import Linear
 from rrd.ops.linear import Group
 from rrd.ops.pulse import beat
@@ -32,9 +33,11 @@ class OurLinear(Linear):
 
 
 class OurConv1D(Linear):
-    """GPT-2's linear, whose weight is stored [in, out]."""
+    """GPT-2's linear, whose weight is stored [in, out]; [out, in] where it is int8, like all others."""
 
-    transposed = True
+    @property
+    def transposed(self) -> bool:  # type: ignore[override]
+        return self.scale is None
 
     def __init__(self, n_in: int, n_out: int) -> None:
         super().__init__(n_in, n_out, bias=True)
@@ -55,14 +58,16 @@ class OurConv1D(Linear):
 class _Turned:
     """A ``OurConv1D`` as a product sees it: the weight [out, in]."""
 
-    scale = None
-
     def __init__(self, module: OurConv1D) -> None:
         self._module = module
 
     @property
     def weight(self) -> Tensor:
-        return self._module.weight.t()
+        return self._module.weight.t() if self._module.transposed else self._module.weight
+
+    @property
+    def scale(self) -> Any:
+        return self._module.scale
 
     @property
     def bias(self) -> Any:
@@ -139,6 +144,7 @@ def skeleton_of(raw: Mapping[str, Any]) -> Any:
         raise BadJob(f"transformers cannot build this model ({one_line(str(kind), 40)}): {one_line(str(e), 200)}",
                      hint="is its config.json whole, and the installed transformers new enough?") from e
     _replace_linears(model)
+    mark(model)
     return model
 
 

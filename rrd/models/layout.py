@@ -8,9 +8,10 @@ from math import prod
 import torch
 from torch import Tensor
 
+from rrd.errors import BadJob
 from rrd.models.dtypes import itemsize
 from rrd.models.files import ModelFiles, Progress, Stream
-from rrd.models.int8 import Int8Stream, quantized_names, scale_of
+from rrd.models.int8 import Int8Stream, quantized_names, scale_of, stood
 from rrd.models.registry import Shape
 
 ALIGN = 64
@@ -30,21 +31,23 @@ class Slot:
 
 
 class Layout:
-    """The tensors of ``files`` stored as ``dtype``, in the family's order; with ``int8``, its linears quantized.
+    """The tensors of ``files`` stored as ``dtype``, in the family's order; with ``int8``, its linears as such.
 
-    What multiplies together stands together: the scales come after all else.
+    What multiplies together stands together: the scales come after all else. Raises BadJob where none can be quantized.
     """
 
     def __init__(self, files: ModelFiles, dtype: torch.dtype, *, int8: bool = False) -> None:
         self.files, self.dtype = files, dtype
-        self.int8 = quantized_names(files.family, files.config) if int8 else frozenset()
+        self.int8 = _quantized(files) if int8 else {}
         self.slots: dict[str, Slot] = {}
         self.size = 0
         for name, shape in files.wanted.items():
-            self._append(name, shape, torch.int8 if name in self.int8 else dtype)
-        for name, shape in files.wanted.items():
             if name in self.int8:
-                self._append(scale_of(name), shape[:1], torch.float32)
+                self._append(name, stood(shape, self.int8[name]), torch.int8)
+            else:
+                self._append(name, shape, dtype)
+        for name in self.int8:
+            self._append(scale_of(name), self.slots[name].shape[:-1], torch.float32)
 
     def _append(self, name: str, shape: Shape, dtype: torch.dtype) -> None:
         self.slots[name] = slot = Slot(shape, dtype, self.size)
@@ -59,3 +62,13 @@ class Layout:
     def views(self, buffer: Tensor) -> Mapping[str, Tensor]:
         """The tensors in ``buffer``, 1-D uint8, by reference."""
         return {n: buffer[s.offset : s.end].view(s.dtype).view(s.shape) for n, s in self.slots.items()}
+
+
+def _quantized(files: ModelFiles) -> dict[str, bool]:
+    """``quantized_names``, in the order of the files' tensors."""
+    known = quantized_names(files.family, files.config)
+    names = {n: known[n] for n in files.wanted if n in known}
+    if not names:
+        raise BadJob("none of this model's weights can be held in 8 bits", key="quantize", file=str(files.path),
+                     hint="leave quantize out")
+    return names

@@ -20,7 +20,7 @@ from rrd.edits import identity
 from rrd.errors import BadJob, Damaged, DiskTrouble
 from rrd.job import INPUT_KEYS, JobSpec
 from rrd.messages import Load
-from rrd.models import Base, dtypes, load_base
+from rrd.models import Base, dtypes, int8, load_base
 from rrd.models.base import check_whole
 from rrd.models.files import ModelFiles, inspect
 from rrd.models.registry import lora_targets_of
@@ -156,6 +156,8 @@ def load(order: Load, *, device: str, threads: int, job_dir: Path, cache_dir: Pa
         notes: list[str] = []
         base = _base(spec, torch.device(device), job_dir, cache_dir, bases, notes, alive)
         _check_vocabulary(base, train, held_out)
+        if spec.quantize and (note := int8.note(base.tensors)):
+            notes.append(note)
         trainer = Trainer(spec, base, data.Dataset.open(train.path),
                           data.Dataset.open(held_out.path) if held_out else None, threads=threads)
         if note := trainer.model.make_ready(cache_dir, _saved_identity(job_dir).get("kernels"),

@@ -194,10 +194,3 @@ def test_what_is_not_understood_gets_a_sentence(tmp_path: Path, change: dict[str
     (path / "evil.py").write_text("raise SystemExit('code from a model directory was run')")
     with pytest.raises(BadJob, match=sentence):
         build(load_base(path))
-
-
-def test_int8_holds_linears_at_a_byte_a_weight(tmp_path: Path) -> None:
-    path = make_bridged(tmp_path / "m", "phi")
-    tensors = load_base(path, quantize=True).tensors
-    assert tensors["model.layers.0.mlp.fc1.weight"].dtype == torch.int8
-    assert tensors["lm_head.weight"].dtype == tensors["model.layers.0.input_layernorm.weight"].dtype == torch.float32

@@ -16,7 +16,7 @@ from rrd.job import JobSpec
 from rrd.lora import attach
 from rrd.models import Base, CausalLM, build, files, load_base
 from rrd.models.dtypes import itemsize
-from rrd.models.int8 import quantize, scale_of
+from rrd.models.int8 import quantize, quantized_names, scale_of
 from rrd.optim import AdamW
 from rrd.train.data import Dataset, prepare
 from rrd.train.export import export
@@ -93,9 +93,9 @@ def gradient(model: CausalLM, targets: tuple[str, ...], *, length: int = 48, ids
 def dequantized(path: Path) -> Base:
     """The float base whose linears are what the int8 ones stand for."""
     base, held = load_base(path), load_base(path, quantize=True).tensors
-    for name, q in held.items():
-        if q.dtype == torch.int8:
-            base.tensors[name] = q * held[scale_of(name)][:, None]
+    for name, turned in quantized_names(base.family, base.config).items():
+        w = held[name] * held[scale_of(name)][..., None]
+        base.tensors[name] = w.transpose(-1, -2).contiguous() if turned else w
     return base
 
 

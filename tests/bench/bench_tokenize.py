@@ -137,6 +137,7 @@ def child(what: str, data: str, tokenizer: str) -> None:
                 processes=len(os.sched_getaffinity(0)), progress=progress)
         seconds = time.monotonic() - start
         crew = resource.getrusage(resource.RUSAGE_CHILDREN)
+        memory = memory or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3  # so little that there was no crew
         print(json.dumps({"wall": megabytes / seconds, "signs": signs, "memory": memory,
                           "cpu": megabytes / (time.process_time() - own + crew.ru_utime + crew.ru_stime)}))
         return

@@ -286,7 +286,7 @@ class Daemon:
             config_error=self.config_error, spool_error=scan.unavailable.sentence if scan and scan.unavailable else "",
             spool_watch_healthy=self.watch.healthy,
             disk_free_bytes=self._disk and self._disk[0], disk_size_bytes=self._disk and self._disk[1],
-            jobs=[j.view() for j in s.jobs.values()],
+            jobs=s.views(),
             dies=[d for lane in s.lanes.values() for d in lane.die_views()],
             lanes=[lane.view() for lane in s.lanes.values()], rejected=self.intake.rejected_views())
 

@@ -146,14 +146,25 @@ class Faults:
                 self._fence(die, f"its worker died on {die.suspect} and then on {job.id}")
             else:
                 die.suspect = job.id
-        for each in list(die.jobs.values()):
-            if die.fenced:
-                leave = each.leave or Leave(JobState.WAITING)
-                self.s.lanes[die.spec.lane].drop(each)
-                self.s.left(each, leave)
-            elif each.leave is None:
+        if die.fenced:
+            self._clear(die)
+        for each in die.jobs.values():
+            if each.leave is None:
                 self.s.set(each, JobState.LOADING)
         self.s.changed()
+
+    def fallen(self, die: Die, reason: str) -> None:
+        """The gate says that it is on the bus no more."""
+        self._fence(die, reason)
+        self._clear(die)
+        self.s.changed()
+
+    def _clear(self, die: Die) -> None:
+        """Its jobs go on elsewhere, or wait."""
+        for each in list(die.jobs.values()):
+            leave = each.leave or Leave(JobState.WAITING)
+            self.s.lanes[die.spec.lane].drop(each)
+            self.s.left(each, leave)
 
     def _fence(self, die: Die, why: str) -> None:
         die.fence(why, self.s.monotonic())

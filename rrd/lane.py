@@ -16,7 +16,7 @@ from rrd.config import Config, LaneSpec
 from rrd.die import Die
 from rrd.errands import COMMIT_SECONDS, Errands
 from rrd.errors import TryLater
-from rrd.gate import Gate
+from rrd.gate import Gate, GateRefused
 from rrd.handle import ASK_SECONDS, Nursery, Worker, WorkerGone
 from rrd.host import Host
 from rrd.messages import CommitFailed, Committed, Message
@@ -131,7 +131,7 @@ class Lane:
                 await self._worker(die)
                 self.rotation.granted(die.name)
         except TryLater as e:
-            self._refused(die, e.message)
+            await self._refused(die, e)
         except WorkerGone as e:
             self._crashed(None, die, e.message)
 
@@ -149,7 +149,7 @@ class Lane:
                 die.worker = None
                 self._still_fenced(die, getattr(answer, "message", "it gave no answer"))
         except TryLater as e:  # of the gate, or the box has no process to spare: that says nothing about the die
-            self._refused(die, e.message)
+            await self._refused(die, e)
             die.probe_at = self.rotation.retry_at(die.name) if die.fenced else None
         except WorkerGone as e:
             if die.fenced:
@@ -177,7 +177,7 @@ class Lane:
             async with self._granted(die):
                 await self._visit(job, die, turn)
         except TryLater as e:
-            self._refused(die, e.message)
+            await self._refused(die, e)
         except WorkerGone as e:
             self.rotation.done(turn)
             self._crashed(job, die, e.message)
@@ -198,15 +198,24 @@ class Lane:
             try:
                 await self.gate.release(die.name)
             except TryLater as e:
-                self._refused(die, e.message)
+                await self._refused(die, e)
 
-    def _refused(self, die: Die, reason: str) -> None:
+    async def _refused(self, die: Die, e: TryLater) -> None:
         die.refusals += 1
-        first, die.refusal = not die.refusal, reason
+        first, die.refusal = not die.refusal, e.message
         now = self.monotonic()
         retry_at = self.rotation.refused(die.name, now)
-        if first:  # said once a streak; the metric counts all
-            self.host.refused(die, reason, retry_at - now)
+        if isinstance(e, GateRefused) and e.lost and not (die.fenced or self.stopping):
+            await self._fallen(die, e.message)
+        elif first:  # said once a streak; the metric counts all
+            self.host.refused(die, e.message, retry_at - now)
+
+    async def _fallen(self, die: Die, reason: str) -> None:
+        """The die has lost what its worker held there."""
+        if die.worker:
+            await die.worker.end_now("lost its die")
+            self._lost_worker(None, die)
+        self.host.fallen(die, reason)
 
     # --- a visit ---
 
@@ -251,7 +260,7 @@ class Lane:
             if job.resident and not await self._settle(job, die):
                 return
         except TryLater as e:
-            self._refused(die, e.message)
+            await self._refused(die, e)
             return
         except WorkerGone as e:
             self._crashed(None, die, e.message)
@@ -350,7 +359,7 @@ class Lane:
                 async with self._granted(die):
                     await work(die)
             except TryLater as e:
-                self._refused(die, e.message)
+                await self._refused(die, e)
                 if self.monotonic() < until:
                     waiting.append(die)
                     await asyncio.sleep(1.0)

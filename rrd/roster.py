@@ -343,10 +343,11 @@ class Job:
             parts.append(f"eta {duration(eta)}")
         return " ".join(parts)
 
-    def view(self) -> JobView:
+    def view(self, refusal: str = "") -> JobView:
+        """``refusal``: why its die cannot be had just now."""
         r, s = self.record, self.spec
         per_epoch = (r.samples or 0) / (s.batch_size * s.grad_accum)
-        why, hint = self._why()
+        why, hint = self._why(refusal)
         return JobView(
             id=r.id, state=r.state, why=why, hint=hint, file=self.file, output=self.output, method=s.method,
             model=s.model, submitted_at=r.submitted_at, die=self.die, lane=self.lane, weight=s.weight, step=self.step,
@@ -362,11 +363,14 @@ class Job:
             crashes=r.crashes, skipped=self.skipped, savings=sentence(r.rungs),
             prepared=self.progress[1] if self.progress and r.state is JobState.PREPARING else None)
 
-    def _why(self) -> tuple[str, str]:
+    def _why(self, refusal: str) -> tuple[str, str]:
         if self.progress and self.state in (JobState.PREPARING, JobState.LOADING):
             return f"{self.progress[0]}, {self.progress[1]:.0%}", ""
         if self.leave:
-            return f"leaving die {self.die}" + (f": {self.leave.why}" if self.leave.why else ""), self.leave.hint
+            reasons = "; ".join(s for s in (self.leave.why, refusal) if s)
+            return f"leaving die {self.die}" + (f": {reasons}" if reasons else ""), self.leave.hint
+        if refusal:
+            return refusal, ""
         if self.record.why:
             return self.record.why, self.record.hint
         if self.doing:

@@ -42,6 +42,7 @@ from rrd.preparer import Preparer
 from rrd.roster import Job, Leave
 from rrd.rotation import Turn
 from rrd.savings import united
+from rrd.snapshot import JobView
 from rrd.states import ENDED, JobState, may_follow
 from rrd.text import count, duration
 
@@ -301,6 +302,9 @@ class Scheduler:
     def crashed(self, job: Job | None, die: Die, reason: str) -> None:
         self.faults.crashed(job, die, reason)
 
+    def fallen(self, die: Die, reason: str) -> None:
+        self.faults.fallen(die, reason)
+
     def returned(self, die: Die) -> None:
         self.faults.returned(die)
 
@@ -370,6 +374,11 @@ class Scheduler:
             self.set(job, JobState.WAITING, e.message, e.hint)
 
     # --- how it stands ---
+
+    def views(self) -> list[JobView]:
+        """Of all jobs; one whose die is refused by its gate stands still for that."""
+        dies = {die.name: die for die in self._dies()}
+        return [j.view(dies[j.die].refusal if j.die else "") for j in self.jobs.values()]
 
     @property
     def all_ended(self) -> bool:

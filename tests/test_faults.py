@@ -250,6 +250,45 @@ def test_on_probation_the_next_fence_is_longer_and_good_work_makes_it_short_agai
     story(tmp_path, tell, 1)
 
 
+def test_a_die_that_falls_off_the_bus_is_fenced_and_its_jobs_go_on_elsewhere(tmp_path: Path) -> None:
+    async def tell(w: World) -> None:
+        w.drop("a", "c", max_steps=2000)
+        w.drop("b", die=1, max_steps=2000)
+        w.drop("bound", die=0, max_steps=100)
+        await w.until(lambda: all(w.job(n).record.announced_step for n in ("a", "b", "c", "bound")))
+        there = [n for n in "ac" if w.job(n).die == "0"]
+        lane, gate = w.scheduler.lanes["0"], w.gates["0"]
+        start = now()
+        w.script("0", Act("fall"))
+        await w.until(lambda: lane.dies["0"].fenced)
+        assert there and all(w.job(n).record.crashes == 0 for n in ("a", "b", "c", "bound"))
+        await w.until(lambda: all(w.job(n).die == "1" and w.state(n) == "running" for n in there), 20)
+        await w.until(lambda: "fenced" in w.why("bound"))
+        view = lane.die_views()[0]
+        assert view.state == "fenced" and "the gate refused die 0: the die has vanished" in view.why
+        assert view.worker_pid is None and w.journal.of(Kind.WORKER_DIED) == w.journal.of(Kind.GATE_REFUSED) == []
+        await w.seconds(300)
+        assert 2 <= lane.dies["0"].refusals < 12  # it is asked for again, ever more rarely
+        gate.come_back("0")
+        await w.until(lambda: w.journal.of(Kind.DIE_RETURNED), 2 * FENCE_FIRST)
+        await w.until_done("a", "b", "c", "bound")
+        assert sorted(set(w.steps_of("bound"))) == list(range(1, 101)) and now() - start > 300
+        assert len(w.journal.of(Kind.DIE_FENCED)) == 1 and lane.dies["0"].crashes == 1
+
+    story(tmp_path, tell, 2)
+
+
+def test_one_that_is_not_there_from_the_start_takes_nobody_with_it(tmp_path: Path) -> None:
+    async def tell(w: World) -> None:
+        w.script("0", Act("fall"))
+        w.drop("a")
+        await w.until_done("a")
+        assert w.scheduler.lanes["0"].dies["0"].fenced and w.steps_of("a") == list(range(1, 51))
+        assert w.scheduler.lanes["0"].dies["0"].crashes == 0
+
+    story(tmp_path, tell, 2)
+
+
 def test_the_user_can_put_it_back_before(tmp_path: Path) -> None:
     async def tell(w: World) -> None:
         w.drop("a")

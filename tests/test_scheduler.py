@@ -330,6 +330,11 @@ def test_a_refused_die_blames_no_job_and_is_said_once(tmp_path: Path) -> None:
         w.script("0", *[Act("refuse", reason="the helper is away")] * 5)
         w.drop("a", die=0)
         w.drop("b", die=1)
+        await w.until(lambda: w.scheduler.lanes["0"].dies["0"].refusal)
+        assert [v.why for v in w.scheduler.views()] == ["the gate refused die 0: the helper is away", ""]
+        w.verbs.pause("a")
+        assert w.scheduler.views()[0].why.endswith("paused by the user; the gate refused die 0: the helper is away")
+        w.verbs.resume("a")
         await w.until_done("b")
         assert w.state("a") != "failed"
         await w.until_done("a")

@@ -13,10 +13,11 @@ T = TypeVar("T")
 
 
 class GateRefused(TryLater):
-    """The gate did not do what it was asked, in time. Blames the die, never the job."""
+    """The gate did not do what it was asked, in time. Blames the die, never the job. ``lost``: the die has fallen off
+    the bus, and what is in its memory is gone."""
 
-    def __init__(self, verb: str, die: str, reason: str, *, hint: str = "") -> None:
-        self.die, self.reason = die, one_line(reason, 200)
+    def __init__(self, verb: str, die: str, reason: str, *, hint: str = "", lost: bool = False) -> None:
+        self.die, self.reason, self.lost = die, one_line(reason, 200), lost
         said = "refused" if verb == "acquire" else f"could not {verb}"
         super().__init__(f"the gate {said} die {one_line(die)}: {self.reason}", hint=hint)
 

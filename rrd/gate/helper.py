@@ -5,6 +5,7 @@ The protocol is one JSON object a line, at most 4 KiB, one request at a time::
     -> {"id": 7, "verb": "acquire", "die": "3"}
     <- {"id": 7, "ok": true}
     <- {"id": 7, "ok": false, "reason": "die 5 has the bus", "later": true}
+    <- {"id": 7, "ok": false, "reason": "die 3 has fallen off the bus", "lost": true}
 
 Verbs are ``acquire`` and ``release``. What a connection holds, the helper takes back **when that connection ends**: so
 one connection is kept, and dropping it is how a grant in doubt is undone, and how everything is when the daemon dies.
@@ -68,7 +69,7 @@ class SocketGate:
             self._drop()
             raise
         if reply.get("ok") is not True:
-            raise GateRefused(verb, die, str(reply.get("reason") or "no reason given"))
+            raise GateRefused(verb, die, str(reply.get("reason") or "no reason given"), lost=reply.get("lost") is True)
 
     async def _exchange(self, request: dict[str, Any]) -> dict[str, Any]:
         """One request and its reply; raises OSError for a lost helper, ValueError for a reply that is none."""

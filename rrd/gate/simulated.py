@@ -16,10 +16,11 @@ from rrd.text import duration
 class Act:
     """What the gate does at one ``acquire``, ``after`` seconds.
 
-    ``hang`` never answers; ``vanish`` refuses, and refuses that die ever after, until it is back.
+    ``hang`` never answers; ``vanish`` refuses, and refuses that die ever after, until it is back; ``fall`` does, too,
+    and the gate knows that it is lost.
     """
 
-    what: Literal["grant", "refuse", "hang", "vanish"] = "grant"
+    what: Literal["grant", "refuse", "hang", "vanish", "fall"] = "grant"
     after: float = 0.0
     reason: str = "scripted"
 
@@ -37,7 +38,7 @@ class SimulatedGate:
         self._script = defaultdict(deque, {die: deque(acts) for die, acts in (script or {}).items()})
         self._latency = latency
         self._timeout = timeout
-        self._gone: set[str] = set()
+        self._gone: dict[str, bool] = {}
         self.held: str | None = None
         self.log: list[tuple[str, str]] = []
 
@@ -46,11 +47,11 @@ class SimulatedGate:
         assert self.held is None, f"die {die} asked for while die {self.held} is held"
         acts = self._script[die]
         act = acts.popleft() if acts else Act()
-        if act.what == "vanish":
-            self.vanish(die)
+        if act.what in ("vanish", "fall"):
+            self.vanish(die, lost=act.what == "fall")
         await self._take(act.after + self._latency if act.what != "hang" else self._timeout + 1, "acquire", die)
         if die in self._gone:
-            raise GateRefused("acquire", die, "the die has vanished")
+            raise GateRefused("acquire", die, "the die has vanished", lost=self._gone[die])
         if act.what == "refuse":
             raise GateRefused("acquire", die, act.reason)
         assert self.held is None, f"die {die} granted while die {self.held} is held"
@@ -74,15 +75,15 @@ class SimulatedGate:
         """To be called wherever a die is used, for memory queries too: it must be the one that is held."""
         assert self.held == die, f"die {die} touched while {self.held or 'none'} is held"
 
-    def vanish(self, die: str) -> None:
-        """``die`` falls off the bus: it is no longer held, and refused until it is back."""
-        self._gone.add(die)
+    def vanish(self, die: str, *, lost: bool = False) -> None:
+        """``die`` falls off the bus: it is no longer held, and refused until it is back; ``lost``: with that word."""
+        self._gone[die] = lost
         if self.held == die:
             self.held = None
 
     def come_back(self, die: str) -> None:
         """``die`` is there again."""
-        self._gone.discard(die)
+        self._gone.pop(die, None)
 
     async def _take(self, seconds: float, verb: str, die: str) -> None:
         await asyncio.sleep(min(seconds, self._timeout))

@@ -11,6 +11,9 @@ from typing import Protocol
 class Refusal(Exception):
     """Why a request is not done, in one sentence. ``later``: nothing is wrong, somebody else is first."""
 
+    lost = False
+    """Whether the die that was asked for has fallen off the bus."""
+
     def __init__(self, reason: str, *, later: bool = False) -> None:
         super().__init__(reason)
         self.reason, self.later = reason, later

@@ -22,6 +22,8 @@ ONES = 0xFFFFFFFF
 class Fallen(Refusal):
     """The device does not answer."""
 
+    lost = True
+
 
 @dataclass(frozen=True)
 class Saved:

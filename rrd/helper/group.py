@@ -45,7 +45,8 @@ class Group:
             if self._stopping:
                 raise Refusal("rrd-gate is stopping", later=True)
             if self._holder is not None and self._holder[0].gone():
-                self._close()
+                with suppress(Refusal):  # of another die than the one that is asked for; said by _close
+                    self._close()
             if self._holder is not None:
                 raise Refusal(f"die {self._holder[1]} has the bus", later=True)
             self._backend.open(die, lambda: not owner.gone())

@@ -5,6 +5,7 @@ One JSON object a line, at most 4 KiB, one request at a time::
     -> {"id": 7, "verb": "acquire", "die": "3"}
     <- {"id": 7, "ok": true}
     <- {"id": 7, "ok": false, "reason": "die 5 has the bus", "later": true}
+    <- {"id": 7, "ok": false, "reason": "die 3 has fallen off the bus", "lost": true}
 
 What a connection holds is taken back when it ends. Each connection has a thread, which does the swap itself: handing
 it to another would cost more than the swap. A swap that hangs in the kernel hangs its thread alone: the main thread,
@@ -158,7 +159,8 @@ class _Connection:
             self._do(request["verb"], die, group)
             reply: dict[str, object] = {"ok": True}
         except Refusal as e:
-            reply = {"ok": False, "reason": e.reason} | ({"later": True} if e.later else {})
+            said = {"later": e.later, "lost": e.lost}
+            reply = {"ok": False, "reason": e.reason} | {word: True for word, so in said.items() if so}
         if not self._answer(ident, reply) and group:
             group.leave(self)  # it was told that it has not got it
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from rrd.helper.base import WARNING, BadSetup, Refusal, say
@@ -36,7 +36,7 @@ class _Known:
 
 
 class Window:
-    """``dies``: PCI address by name; ``window``: address by BAR number. An open has ``timeout`` seconds."""
+    """``dies``: PCI address by name; ``window``: address by BAR number. Each swap has ``timeout`` seconds."""
 
     def __init__(self, dies: Mapping[str, str], window: Mapping[int, int], bus: Bus, kept: Kept, *,
                  switch_bridges: bool = False, timeout: float = 1.0,
@@ -69,22 +69,25 @@ class Window:
 
     def open(self, die: str, wanted: Callable[[], bool] = lambda: True) -> None:
         """See Backend."""
+        with self._in_time(die):
+            self._open(die)
+
+    def close(self, die: str) -> None:
+        """See Backend."""
+        with self._in_time(die):
+            self._close(die)
+
+    @contextmanager
+    def _in_time(self, die: str) -> Iterator[None]:
         self._limit(self._clock() + self._timeout)
         try:
-            self._open(die)
+            yield
         except (Refusal, BadSetup) as e:
             self._limit(math.inf)  # however long it takes: what is half open must not stay so
             self._shut(die)
             raise _refused(e) from None
         finally:
             self._limit(math.inf)
-
-    def close(self, die: str) -> None:
-        """See Backend."""
-        try:
-            self._close(die)
-        except BadSetup as e:
-            raise _refused(e) from None
 
     def _close(self, die: str) -> None:
         device, known = self._devices[die], self._known[die]

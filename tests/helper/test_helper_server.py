@@ -9,11 +9,13 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from rrd.helper import server as module
 from rrd.helper.base import Refusal
+from rrd.helper.device import Fallen
 from rrd.helper.group import Group
 from rrd.helper.server import Server
 
@@ -153,6 +155,19 @@ def test_a_die_that_does_not_let_go_is_said_and_the_end_is_no_good_one(tmp_path:
         backend.stuck = True
         signals.send()
     assert ended == [False]
+
+
+def test_what_befell_the_die_of_one_that_left_is_not_said_of_the_next() -> None:
+    class Fell(Backend):
+        def close(self, die: str) -> None:
+            self.is_open = None
+            raise Fallen(f"die {die} has fallen off the bus")
+
+    backend, gone, next_one = Fell("0", "1"), mock.Mock(gone=lambda: True), mock.Mock(gone=lambda: False)
+    group = Group("a", backend, patience=1.0)
+    group.acquire("0", gone)
+    group.acquire("1", next_one)
+    assert backend.is_open == "1"
 
 
 def test_stopping_it_answers_still(tmp_path: Path) -> None:

@@ -125,7 +125,7 @@ def test_a_die_that_falls_off_is_refused_and_the_others_go_on(tmp_path: Path) ->
         setattr(bus.devices[names["1"]], how, True)
         with pytest.raises(Refusal, match="fallen off the bus" if how == "fallen" else "not on the bus") as refusal:
             window.close("1")
-        assert not refusal.value.later
+        assert refusal.value.lost and not refusal.value.later
         with pytest.raises(Refusal, match="die 1"):
             window.open("1")
         window.open("2")
@@ -240,6 +240,10 @@ def test_a_slow_bus_is_given_up_and_what_was_half_done_is_undone(tmp_path: Path)
     assert bus.boot_states() == boot
     bus.on_access = lambda device: None
     window.open("3")
+    bus.on_access = slowly
+    with pytest.raises(Refusal, match="answers too slowly") as refusal:
+        window.close("3")
+    assert bus.boot_states() == boot and not refusal.value.lost
 
 
 def test_a_right_that_is_taken_away_is_a_refusal(tmp_path: Path) -> None:

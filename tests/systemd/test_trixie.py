@@ -93,10 +93,17 @@ def test_a_job_goes_on_over_a_reload_a_kill_and_a_reboot(service: Service) -> No
 
 
 def test_the_gate_serves_under_its_unit(service: Service) -> None:
-    service.machine.write("/etc/rrd/gate.toml", '[[group]]\nbackend = "command"\ndies = ["0", "1"]\n'
-                                                'acquire = ["/bin/true"]\nrelease = ["/bin/true"]\n')
+    """What keeps it from starting is told by the daemon; mended, it goes on by itself."""
+    good = '[[group]]\nbackend = "command"\ndies = ["0", "1"]\nacquire = ["/bin/true"]\nrelease = ["/bin/true"]\n'
+    service.machine.write("/etc/rrd/gate.toml", good)
     service.configure('[[lane]]\ndies = ["cpu", "cpu"]\n[lane.gate]\nkind = "socket"\nsocket = "/run/rrd-gate.sock"\n')
     service.systemctl("enable", "--now", "rrd-gate.socket")
     service.systemctl("start", "rrd")
     service.wait_step("alices", 40)
     assert service.property("ActiveState", "rrd-gate.service") == "active"
+    service.machine.write("/etc/rrd/gate.toml", good.replace("/bin/true", "/no/swap"))
+    service.systemctl("restart", "rrd-gate.service", check=False)
+    service.machine.wait(lambda: "rrd-gate cannot start: group group[0]: /no/swap is no program that can be run"
+                         in service.machine.run("rrd", "dies"), "it does not say why")
+    service.machine.write("/etc/rrd/gate.toml", good)
+    service.wait_step("alices", service.job("alices")["step"] + 2)

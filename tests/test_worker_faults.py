@@ -6,6 +6,7 @@ Whatever happens, a job ends with the adapter that it would have had.
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -102,15 +103,15 @@ def test_whatever_befalls_a_worker_its_job_ends_with_the_same_adapter(tmp_path: 
 def test_a_long_step_is_no_hang_and_a_block_that_never_ends_is_one(tmp_path: Path, plain: tuple[Path, str]) -> None:
     """Steps of several times ``hang_seconds``, whose longest silence is a block's."""
     inputs, expected = plain
-    slow = [{"job": "slow", "at": "step 2", "do": ["crawl", 0.3]}, {"job": "slow", "at": "step 5", "do": ["crawl", 99]}]
-    with box(tmp_path, "hang_seconds = 1\ncpu_dies = 1\n") as b:
+    slow = [{"job": "slow", "at": "step 2", "do": ["crawl", 0.4]}, {"job": "slow", "at": "step 5", "do": ["crawl", 99]}]
+    with box(tmp_path, "hang_seconds = 1.5\ncpu_dies = 1\n") as b:
         write_job(b.jobs_dir, "slow", **toy_keys(inputs, **KEYS, gradient_checkpointing=True))
         b.start(**faulty_worker.write(tmp_path / "faults" / "script.json", *slow))
         b.wait_done("slow")
         steps = [json.loads(line) for line in (b.state / "jobs" / "slow" / "history.jsonl").open()]
-        assert next(s["seconds"] for s in steps if s["step"] == 2) > 2.2
+        assert next(s["seconds"] for s in steps if s["step"] == 2) > 3.0
         died = said(b, "slow", "worker_died")
-        assert len(died) == 1 and died[0].startswith("the worker reported nothing for 1 s and was ended at step 4")
+        assert len(died) == 1 and re.match(r"the worker reported nothing for \d+ s and was ended at step 4", died[0])
         assert b.adapter("slow") == expected
         assert b.stop() == 0
 

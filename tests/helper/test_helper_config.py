@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from pathlib import Path
 
 import pytest
 
-from rrd.helper.base import BadSetup
+from rrd.helper.base import ERROR, BadSetup, say
+from rrd.helper.check import check
 from rrd.helper.config import GroupConfig, HelperConfig, load
+from rrd.helper.space import Sysfs
 
 ROOT = Path(__file__).parent.parent.parent
 GOOD = """
@@ -102,3 +105,18 @@ def test_the_example_shows_every_key(tmp_path: Path) -> None:
     plain = {f.name: f.default for f in dataclasses.fields(HelperConfig) if f.name != "groups"}
     assert {key: getattr(uncommented, key) for key in plain} == plain
     assert uncommented.groups[0].timeout == config.groups[0].timeout
+
+
+def test_priorities_are_for_the_journal_alone(monkeypatch: pytest.MonkeyPatch,
+                                              capfd: pytest.CaptureFixture[str]) -> None:
+    at = os.fstat(2)
+    ours, another = f"{at.st_dev}:{at.st_ino}", f"{at.st_dev}:{at.st_ino + 1}"
+    for stream, says in (("", "no\n"), (another, "no\n"), (ours, "<3>no\n")):
+        monkeypatch.setenv("JOURNAL_STREAM", stream)
+        say(ERROR, "no")
+        assert capfd.readouterr().err == says
+
+
+def test_check_names_who_may_ask_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    check(of(tmp_path, 'allow_users = ["root", "rrd"]\n' + PROGRAMS), Sysfs(str(tmp_path)))
+    assert capsys.readouterr().out.splitlines()[0] == "may ask: user root, user rrd, group rrd"

@@ -22,8 +22,10 @@ from rrd.job import JobSpec
 from rrd.models import build
 from rrd.models.files import inspect, names_in_files
 from rrd.models.rwkv7 import Rwkv7
+from rrd.models.rwkv7_config import RwkvConfig
 from rrd.safetensors_header import Located, model_tensors, read_header
 from rrd.train import whole
+from rrd.train.cards import native_card, peft_card, rwkv_card
 from rrd.train.publish import Publication
 from rrd.train.tensor_file import entry, read_tensor, stream
 
@@ -52,11 +54,15 @@ class AdapterSpec:
     """Whether the base stores its linears [in, out], as GPT-2 does."""
     alphas: Mapping[str, float] = field(default_factory=dict)
     """Alphas other than ``alpha``, by last path component."""
+    rwkv: RwkvConfig | None = None
+    """Where the base is an RWKV, which transformers does not load: what it is."""
 
     @staticmethod
     def of(spec: JobSpec) -> AdapterSpec:
+        config = _config_of(Path(spec.model))
         return AdapterSpec(spec.model, spec.lora_rank, spec.alpha, spec.lora_rs, spec.lora_dropout,
-                           _fan_in_fan_out(Path(spec.model)), spec.lora_alphas)
+                           bool(getattr(config, "fan_in_fan_out", False)), spec.lora_alphas,
+                           config if isinstance(config, RwkvConfig) else None)
 
     def scale(self, path: str, rank: int) -> float:
         """What B A of the module at ``path`` is multiplied by."""
@@ -86,11 +92,11 @@ def export(trainer: Trainer, output: str | Path, *, alive: Alive = lambda *_: No
         return notes + new.publish({"base": spec.base, "method": "lora", "step": trainer.step})
 
 
-def _fan_in_fan_out(model: Path) -> bool:
+def _config_of(model: Path) -> Any:
     try:
-        return bool(getattr(inspect(model).config, "fan_in_fan_out", False))
+        return inspect(model).config
     except BadJob:  # the adapter stands for itself, even where its base is gone
-        return False
+        return None
 
 
 def masters(trainer: Trainer) -> dict[str, Tensor]:
@@ -124,7 +130,7 @@ def export_rwkv(tensors: Mapping[str, Tensor], output: Path, spec: AdapterSpec, 
     with Publication(output) as new:
         chunks, size = stream(entry(n, t) for n, t in named.items())
         new.add(RWKV_WEIGHTS, chunks, size=size)
-        new.add("README.md", [_rwkv_card(spec).encode()])
+        new.add("README.md", [native_card(spec.base, spec.alpha, RWKV_WEIGHTS).encode()])
         _check_file(new.path / RWKV_WEIGHTS, named, prefix="")
         facts = {"base": spec.base, "method": "lora", "format": "rwkv", "lora_alpha": spec.alpha, "step": step}
         return new.publish(facts)
@@ -179,7 +185,8 @@ def peft_config(tensors: Mapping[str, Tensor], spec: AdapterSpec) -> dict[str, A
     """The contents of ``adapter_config.json``."""
     found = ranks(tensors)
     return {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": spec.base, "inference_mode": True,
+        "peft_type": "LORA", "base_model_name_or_path": spec.base, "inference_mode": True,
+        "task_type": None if spec.rwkv else "CAUSAL_LM",  # what PEFT asks of a causal LM, it asks of transformers' only
         "r": spec.rank, "lora_alpha": int(spec.alpha) if spec.alpha == int(spec.alpha) else spec.alpha,
         "lora_dropout": spec.dropout, "use_rslora": spec.rs, "bias": "none", "fan_in_fan_out": spec.fan_in_fan_out,
         "init_lora_weights": True, "modules_to_save": None, "target_modules": sorted({_leaf(p) for p in found}),
@@ -202,43 +209,9 @@ def _add_adapter(new: Publication, tensors: Mapping[str, Tensor], spec: AdapterS
     chunks, size = stream((entry(PREFIX + n, t) for n, t in tensors.items()), lambda share: alive("exporting", share))
     new.add(WEIGHTS, chunks, size=size)
     new.add(CONFIG, [json.dumps(peft_config(tensors, spec), indent=2, sort_keys=True).encode() + b"\n"])
-    new.add("README.md", [_card(spec.base).encode()])
+    card = rwkv_card(spec.base, spec.rwkv) if spec.rwkv else peft_card(spec.base)
+    new.add("README.md", [card.encode()])
     new.link(OLD_NAME, WEIGHTS)
-
-
-def _card(base: str) -> str:
-    name = json.dumps(base)
-    return f"""---
-base_model: {name}
-library_name: peft
-tags: [lora, rrd]
----
-
-A LoRA adapter trained by rrd. To use it:
-
-```python
-from peft import PeftModel
-from transformers import AutoModelForCausalLM
-
-model = AutoModelForCausalLM.from_pretrained({name})
-model = PeftModel.from_pretrained(model, ".")  # this directory
-```
-"""
-
-
-def _rwkv_card(spec: AdapterSpec) -> str:
-    return f"""A LoRA adapter trained by rrd, in the names of RWKV's own tools. Base: {json.dumps(spec.base)}.
-
-To merge it: W + lora_alpha / r * lora_B @ lora_A for each weight W, with lora_alpha = {spec.alpha:g} and r the first
-axis of lora_A. Tools that read .pth want it converted:
-
-```python
-import torch
-from safetensors.torch import load_file
-
-torch.save(load_file("{RWKV_WEIGHTS}"), "rwkv_lora.pth")
-```
-"""
 
 
 def _not_finite(what: str) -> RrdError:

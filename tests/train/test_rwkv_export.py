@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from boxes import toy_keys
-from rwkv_toys import hybrid, make_rwkv, saved
-from safetensors.torch import load_file, save_file
+from rwkv_toys import Random, hybrid, make_rwkv, saved
+from safetensors.torch import load_file
 from toys import make_data, make_model, make_tokenizer
+
+sys.path.append(str(Path(__file__).parents[1] / "bench"))
+from rwkv_peer import Peer
 
 from rrd.errors import BadJob, Damaged
 from rrd.job import JobSpec
@@ -25,9 +31,14 @@ IDX = torch.randint(320, (1, 40), generator=torch.Generator().manual_seed(0))
 
 
 def models(root: Path) -> dict[str, Path]:
-    make_tokenizer(root / "prefixed", vocab=320)
-    saved(hybrid(prefix="rwkv.", L=2, C=64, moba=1), root / "prefixed")
-    return {"rwkv7": make_rwkv(root / "rwkv7"), "prefixed": root / "prefixed"}
+    made = {"rwkv7": make_rwkv(root / "rwkv7")}
+    for name, prefix, kinds in ("prefixed", "rwkv.", {"moba": 1}), ("hybrid", "", {"moba": 1, "attn": 1, "rfa": 1}):
+        tensors = hybrid(prefix=prefix, L=2, C=64, **kinds)
+        for end, scale in ("emb", 1.0), ("head", 0.1):  # a vocabulary of the tokenizer's size
+            tensors[f"{prefix}{end}.weight"] = Random(3)(320, 64, scale=scale)
+        make_tokenizer(root / name, vocab=320)
+        made[name] = saved(tensors, root / name)
+    return made
 
 
 def trained(root: Path, model: Path, **keys: Any) -> Trainer:
@@ -49,15 +60,11 @@ KEYS: list[dict[str, Any]] = [{}, {"lora_rs": True, "lora_alpha": 5.0, "lora_ran
                                    "lora_alphas": {"value": 9}}]
 
 
-@pytest.mark.parametrize("kind", ["rwkv7", "prefixed"])
-@pytest.mark.parametrize("keys", KEYS, ids=["plain", "mixed"])
+@pytest.mark.parametrize(("kind", "keys"), [*itertools.product(("rwkv7", "prefixed"), KEYS), ("hybrid", {})])
 def test_merged_and_in_rwkvs_names_it_computes_what_was_trained(tmp_path: Path, kind: str, keys: dict[str, Any]
                                                                  ) -> None:
     path = models(tmp_path)[kind]
     base = load_file(path / "model.safetensors")
-    if kind == "prefixed":  # its vocabulary is smaller than the tokenizer's
-        base["rwkv.emb.weight"], base["rwkv.head.weight"] = (torch.randn(320, 64) * s for s in (1.0, 0.1))
-        save_file(base, path / "model.safetensors")
     trainer = trained(tmp_path, path, **keys)
     expected, spec = logits(trainer.model), AdapterSpec.of(trainer.spec)
     tensors = export.masters(trainer)
@@ -88,6 +95,66 @@ def test_peft_names_are_the_models(tmp_path: Path) -> None:
     assert stems and all(f"{s}.weight" in base for s in stems)
     again = trained(tmp_path, path, init_adapter=str(tmp_path / "out"), seed=9)
     assert again.began_as
+
+
+@pytest.mark.parametrize("kind", ["rwkv7", "prefixed"])
+def test_what_the_readme_says_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Its programs, in the directory of a merged model. (That `rrd export` takes its command: tests/cli.)"""
+    path = models(tmp_path)[kind]
+    trainer = trained(tmp_path, path, lora_targets=["key"])
+    export.export(trainer, tmp_path / "out")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "AutoModelForCausalLM" not in card
+    assert "rrd export JOB merged --merged\n" in card
+    programs = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+    assert len(programs) == (2 if kind == "rwkv7" else 1)
+    monkeypatch.chdir(tmp_path)
+    for name, value in {"RWKV_V7_ON": "1", "RWKV_JIT_ON": "0", "RWKV_CUDA_ON": "0"}.items():
+        monkeypatch.setenv(name, value)  # for good where the package is imported here first
+    export.export_merged(export.masters(trainer), Path("merged"), AdapterSpec.of(trainer.spec), step=3)
+    with torch.no_grad():
+        expected = trainer.model.eval()(torch.tensor([[1, 2, 3]]))[0]
+    for program in programs if hasattr(torch, "compiler") else programs[:1]:  # the package needs torch 2.1
+        found: dict[str, Any] = {}
+        exec(program, found)
+        assert torch.allclose(found["logits"].detach().view(-1, len(expected[0]))[-1], expected[-1], atol=2e-4)
+
+
+class Tree(Peer):
+    """Public code's RWKV-7 with real ``nn.Linear``s, under the names of the model's files."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        super().__init__(tensors, 0)
+        for name, w in tensors.items():
+            if name.startswith("blocks.") and w.dim() == 2 and name.endswith(".weight"):
+                *parents, leaf = name.removesuffix(".weight").split(".")
+                at: torch.nn.Module = self
+                for part in parents:
+                    if not hasattr(at, part):
+                        at.add_module(part, torch.nn.Module())
+                    at = at.get_submodule(part)
+                linear = torch.nn.Linear(w.shape[1], w.shape[0], bias=False)
+                linear.weight.data = w
+                at.add_module(leaf, linear)
+
+    def linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.get_submodule(name)(x)
+        return y
+
+
+@pytest.mark.parametrize("keys", KEYS, ids=["plain", "mixed"])
+def test_peft_loads_it_and_computes_the_same(tmp_path: Path, keys: dict[str, Any]) -> None:
+    from peft import PeftModel
+
+    path = models(tmp_path)["rwkv7"]
+    trainer = trained(tmp_path, path, **keys)
+    export.export(trainer, tmp_path / "out")
+    plain = load_file(path / "model.safetensors")
+    peer = PeftModel.from_pretrained(Tree(plain), tmp_path / "out").eval()
+    with torch.no_grad():
+        ours, base = logits(trainer.model), Tree(plain)(IDX)
+        assert torch.allclose(peer(IDX), ours, atol=1e-4)
+        assert not torch.allclose(base, ours, atol=1e-2)
 
 
 def test_other_families_have_no_such_format(tmp_path: Path) -> None:

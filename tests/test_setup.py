@@ -106,3 +106,12 @@ def test_a_full_disk_is_said_before_anything_is_touched(setup: dict[str, Any], t
         setup["needs_room"](tmp_path / "not" / "yet", 2 * free)
     said = capsys.readouterr().err
     assert f"MiB are free in {tmp_path}, and this takes " in said and "nothing was changed" in said
+
+
+def test_kernels_that_cannot_be_built_now_cost_a_line(
+        tmp_path: Path, setup: dict[str, Any], monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(setup["build_kernels"].__globals__, "CACHE", tmp_path)
+    setup["build_kernels"](tmp_path / "no-venv")
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("rrd-setup: no kernels for CPU dies yet: ")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import random
 from pathlib import Path
 
 import campaign
@@ -10,6 +12,7 @@ import kills
 import pytest
 import soak
 import trouble
+import within
 from cuts import why_no_loop
 from table import Row, at_most, show
 
@@ -40,6 +43,18 @@ def test_growth_is_told_from_noise_and_from_another_process(tmp_path: Path) -> N
     grows = [[(float(t), 100.0 * life + t / 36 + (-1) ** t) for t in range(100)] for life in range(3)]
     slope, seen = growth.slope(grows)
     assert slope == pytest.approx(100, rel=0.05) and seen == 297
+
+
+def test_what_befalls_a_worker_from_within_counts_when_it_has_happened(tmp_path: Path) -> None:
+    script = tmp_path / "faults" / "script.json"
+    w = within.Within(script, random.Random(1))
+    w.befall("a")
+    assert json.loads(script.read_text())[1]["job"] == "a" and w.withdraw() == []
+    w.befall("b")
+    script.with_name("script.json.2.0").touch()
+    (name,) = w.withdraw()
+    assert name in within.KINDS and json.loads(script.read_text()) == [within.NOTHING]
+    assert w.withdraw() == []
 
 
 @pytest.mark.slow

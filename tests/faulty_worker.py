@@ -50,7 +50,7 @@ def install(path: Path) -> None:
     _wrap(Loop, "_copy_aside", lambda self, r, order: order.checkpoint and script.at(r.job, "save", None, self))
     _wrap(Loop, "_export", lambda self, order: script.at(order.job, "export", self._alive(order.job), self))
     _wrap(Loop, "_probe", lambda self: script.at("", "probe", None, self))
-    _wrap(Evaluation, "go_on", lambda self, rungs, enough: script.at("", "evaluate", None))
+    _wrap(Evaluation, "go_on", lambda self, rungs, enough, alive: script.at("", "evaluate", None))
     _wrap(writer, "commit", lambda resident, saved, keep: script.at(resident.job, "write", None))
     inner = Block.forward
 

@@ -37,12 +37,15 @@ def main() -> None:
     p.add_argument("--seq", type=int, default=512)
     p.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     p.add_argument("--rounds", type=int, default=9)
+    p.add_argument("--quick", action="store_true", help="a small model, two rounds")
     p.add_argument("--error", type=Path, metavar="MODEL")
     p.add_argument("--samples", type=int, default=1)
     args = p.parse_args()
     if args.error:
         errors(args.error, args.samples)
         return
+    if args.quick:
+        args.model, args.seq, args.rounds = "12m", 64, 2
     bench.settle(1)
     results = Results("int8")
     figure = bench.Figure(args.model, args.seq, args.dtype, "lora", 0.0)

@@ -22,7 +22,7 @@ def run(name: str, *options: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["daemon", "rotation", "aggregate", "tokenize", "gate"])
+@pytest.mark.parametrize("name", ["daemon", "rotation", "aggregate", "tokenize", "gate", "int8"])
 def test_quick(name: str) -> None:
     result = json.loads(run(name, "--quick").splitlines()[-1])
     assert result["bench"] == name

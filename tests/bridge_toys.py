@@ -31,6 +31,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 TURNED = {"gpt_oss": ("GptOss", {**_GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8})}
 """One whose experts are stored [in, out], and have biases."""
+FUSED = int(transformers.__version__.split(".")[0]) >= 5
+"""Whether transformers holds a layer's experts in one tensor; before, they and their router are linears."""
 _WIDE = {"hidden_size": 128, "intermediate_size": 256}
 WIDE: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 128}, "gemma": {**_WIDE, "head_dim": 32}, "gemma2": {**_WIDE, "head_dim": 32}, "phi": _WIDE,

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from boxes import box, toy_keys, write_job
-from bridge_toys import make_bridged
+from bridge_toys import FUSED, make_bridged
 
 
 def test_a_daemon_trains_models_that_transformers_brings(tmp_path: Path) -> None:
@@ -21,6 +21,7 @@ def test_a_daemon_trains_models_that_transformers_brings(tmp_path: Path) -> None
         config = json.loads((adapters / "g" / "adapter_config.json").read_text())
         assert config["fan_in_fan_out"]
         assert set(config["target_modules"]) == {"c_attn", "c_proj", "c_fc"}
-        assert "q: 99 % of the block weights are held in 8 bits; model.layers.*.mlp.gate.weight are not" in b.tail()
+        left = "q: 99 % of the block weights are held in 8 bits; model.layers.*.mlp.gate.weight are not"
+        assert (left in b.tail()) == FUSED
         assert (adapters / "q" / "merged" / "model.safetensors").exists()
         assert len((b.state / "jobs" / "q" / "history.jsonl").read_text().splitlines()) == 4

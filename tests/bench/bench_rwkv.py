@@ -1,13 +1,14 @@
-"""RWKV-7 of the 0.1B model's shape (12 layers, 768 channels, 65,536 words) on one thread: rrd against plain torch.
+"""RWKV-7 of the 0.1B model's shape (12 layers, 768 channels, 65,536 words): rrd against plain torch.
 
     python tests/bench/bench_rwkv.py                          steps: LoRA and full, 256 and 512 tokens
     python tests/bench/bench_rwkv.py --method lora --seq 512 --layers 4
+    python tests/bench/bench_rwkv.py --threads 2              by the clock on the wall: the box must be quiet
     python tests/bench/bench_rwkv.py --ops                    only the recurrence: compiled, chunked, token by token
     python tests/bench/bench_rwkv.py --ops --fla DIR          also flash-linear-attention's naive path, unpacked in DIR
 
-The two take turns, a step each, on the same weights and tokens. Printed: tokens/s of the best step of either, their
-ratio, and the share of this CPU's measured GEMM rate that our step's own products amount to. The random start is
-RWKV-LM's initialisation.
+On one thread, what counts is the process's own time, so that other tenants of the box matter less. The two take turns,
+a step each, on the same weights and tokens. Printed: tokens/s of the best step of either, their ratio, and the share of
+this CPU's measured GEMM rate that our step's own products amount to. The random start is RWKV-LM's initialisation.
 """
 
 from __future__ import annotations
@@ -37,16 +38,20 @@ from rrd.ops.wkv7 import wkv7_chunked
 from rrd.optim import AdamW
 from rrd.train.step import Batch, train_step
 
+clock = time.process_time
+
 RANK, TARGETS = 32, ("receptance", "key", "value", "output")
 
 
 def main() -> None:
     args = _arguments()
-    torch.set_num_threads(1)
+    torch.set_num_threads(args.threads)
+    global clock
+    clock = time.process_time if args.threads == 1 else time.perf_counter
     torch.set_flush_denormal(True)
     rate = gemm_rate()
     kernels = native.kernels()
-    print(f"torch {torch.__version__}, one thread, GEMM rate {rate / 1e9:.0f} GFLOP/s, kernels "
+    print(f"torch {torch.__version__}, threads: {args.threads}, GEMM rate {rate / 1e9:.0f} GFLOP/s, kernels "
           f"{kernels.name if kernels else native.why_not()}")
     for T in (64,) if args.quick else (256, 512):
         ops(T, args.fla)
@@ -68,6 +73,7 @@ def _arguments() -> argparse.Namespace:
     p.add_argument("--width", type=int, default=768)
     p.add_argument("--vocab", type=int, default=65536)
     p.add_argument("--rounds", type=int, default=5)
+    p.add_argument("--threads", type=int, default=1)
     p.add_argument("--alone", action="store_true", help="without the peer")
     p.add_argument("--ops", action="store_true", help="the recurrence alone")
     p.add_argument("--fla", type=Path, help="where the wheel of fla-core is unpacked; needs einops")
@@ -85,14 +91,13 @@ def gemm_rate(n: int = 1024) -> float:
 
 
 def best(call: Callable[[], object], times: int) -> float:
-    return min(cpu_seconds(call) for _ in range(times))
+    return min(seconds(call) for _ in range(times))
 
 
-def cpu_seconds(call: Callable[[], object]) -> float:
-    """The process's own time: other tenants of the box count less."""
-    start = time.process_time()
+def seconds(call: Callable[[], object]) -> float:
+    start = clock()
     call()
-    return time.process_time() - start
+    return clock() - start
 
 
 def steps(path: Path, method: str, seq: int, args: argparse.Namespace, rate: float) -> None:
@@ -103,7 +108,7 @@ def steps(path: Path, method: str, seq: int, args: argparse.Namespace, rate: flo
     losses, times = {}, dict.fromkeys(sides, math.inf)
     for turn in range(args.rounds + 1):
         for name, step in sides.items():
-            took = cpu_seconds(lambda step=step, name=name: losses.__setitem__(name, step()))
+            took = seconds(lambda step=step, name=name: losses.__setitem__(name, step()))
             if turn:
                 times[name] = min(times[name], took)
         if turn == 0 and not args.alone:

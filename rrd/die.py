@@ -195,7 +195,8 @@ def worker_settings(config: Config, *, die: str, device: str, threads: int) -> d
     """``die`` is empty for a worker that only prepares."""
     return {"die": die, "device": device, "threads": threads, "state_dir": str(config.state_dir),
             "cache_dir": str(config.cache_dir), "model_roots": [str(r) for r in config.model_roots],
-            "data_roots": [str(r) for r in config.data_roots]}
+            "data_roots": [str(r) for r in config.data_roots],
+            "output_root": [str(config.output_root)] if config.output_root else []}
 
 
 @cache

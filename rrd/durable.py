@@ -241,6 +241,9 @@ def discard_dir(path: Path, *, disk: Disk = DISK) -> None:
 def remove_tree(path: Path, *, disk: Disk = DISK) -> None:
     """Remove a temp or trash directory; what resists is left for the next sweep."""
     with contextlib.suppress(OSError):
+        if path.is_symlink():
+            disk.unlink(path)  # and nothing of what it leads to
+            return
         for entry in list(os.scandir(path)):
             if entry.is_dir(follow_symlinks=False):
                 remove_tree(Path(entry.path), disk=disk)

@@ -91,9 +91,9 @@ def fenced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def use(root: Path, model: str = "models/toy", data: str = "data/d.jsonl", output: str = "out") -> None:
+def use(root: Path, model: str = "models/toy", data: str = "data/d.jsonl", output: str = "out", **more: Path) -> None:
     """What a worker does with what a job names, up to training."""
-    spec = JobSpec(model=str(root / model), data=str(root / data), seq_len=64)
+    spec = JobSpec(model=str(root / model), data=str(root / data), seq_len=64, **{k: str(p) for k, p in more.items()})
     resident.check(spec, root / output)
     resident.prepare(spec, root / "cache", lambda what, share: None)
     load_base(spec.model)
@@ -122,6 +122,14 @@ def test_a_link_put_in_the_place_of_any_step_of_a_path_leads_nowhere(fenced: Pat
     place.symlink_to(fenced / inside)
     with pytest.raises(BadJob, match=r"lies outside (model|data)_roots"):
         use(fenced)
+
+
+@pytest.mark.parametrize("key", ["eval_data", "tokenizer"])
+def test_so_do_links_in_the_place_of_what_else_a_job_names(fenced: Path, key: str) -> None:
+    place = fenced / {"eval_data": "data/held-out.jsonl", "tokenizer": "models/own"}[key]
+    place.symlink_to(fenced / {"eval_data": "secret/d.jsonl", "tokenizer": "secret/toy"}[key])
+    with pytest.raises(BadJob, match=r"lies outside (model|data)_roots"):
+        use(fenced, **{key: place})
 
 
 @pytest.mark.parametrize("what", ["data/d.jsonl", "models/toy/config.json", "models/toy/model.safetensors",
@@ -179,3 +187,47 @@ def test_an_output_that_is_not_ours_keeps_every_byte(tmp_path: Path, kind: str) 
     for path, data in before.items():  # in its place, or put aside whole
         kept = [p for p in tmp_path.rglob(path.name) if p.is_file() and p.read_bytes() == data]
         assert kept, f"{path} is gone"
+
+
+def write(out: Path, meanwhile: Callable[[], object] = lambda: None) -> None:
+    with Publication(out) as new:
+        new.add("adapter_model.safetensors", [b"x"])
+        meanwhile()
+        new.publish({})
+
+
+def test_a_link_above_an_output_does_not_lead_it_out_of_its_root(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put there while its job trains, or while the output is being written."""
+    monkeypatch.setenv("RRD_WORKER_ROOTS", "{}")
+    sub, elsewhere = tmp_path / "root" / "sub", tmp_path / "elsewhere"
+    for place in (sub, elsewhere):
+        place.mkdir(parents=True)
+    roots.confine(model=[], data=[], output=[sub.parent])
+
+    def swap() -> None:
+        sub.rename(sub.with_name("aside"))
+        sub.symlink_to(elsewhere)
+
+    write(sub / "a", swap)
+    assert (sub.with_name("aside") / "a" / "adapter_model.safetensors").exists()  # the directory that was looked at
+    with pytest.raises(BadJob, match=f"outside output_root: {elsewhere}/a"):
+        write(sub / "a")
+    assert list(elsewhere.iterdir()) == []
+    write(sub.parent / "b")
+
+
+@pytest.mark.parametrize("what", ["a link to it", "itself"])
+def test_what_takes_the_place_of_an_output_while_it_is_written_keeps_every_byte(tmp_path: Path, what: str) -> None:
+    home, out = tmp_path / "home", tmp_path / "out"
+    home.mkdir()
+    (home / "thesis.tex").write_text("all of it")
+    write(out)
+
+    def swap() -> None:
+        out.rename(tmp_path / "old")
+        out.symlink_to(home) if what == "a link to it" else home.rename(out)
+
+    write(out, swap)
+    assert (out / "adapter_model.safetensors").exists() and not out.is_symlink()
+    assert [p.read_text() for p in tmp_path.rglob("thesis.tex")] == ["all of it"]

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rrd import durable
+from rrd import durable, roots
 from rrd.durable import DISK, Disk
 from rrd.errors import BadJob
 from rrd.text import one_line
@@ -34,20 +34,29 @@ class Publication(Sealing):
         check_output(self.output)
         try:
             durable.make_dir(self.output.parent, disk=disk)
+            self._fd = os.open(self.output.parent, os.O_PATH | os.O_DIRECTORY)
         except OSError as e:
             raise durable.trouble(e, self.output) from e
-        self._directory = durable.NewDirectory(self.output.parent, self.output.name, disk=disk)
+        self._parent = Path(f"/proc/self/fd/{self._fd}")
+        """The directory itself, whatever its path leads to meanwhile."""
+        self._directory = durable.NewDirectory(self._parent, self.output.name, disk=disk)
         super().__init__(self._directory)
 
     def __enter__(self) -> Publication:
         try:
+            roots.check_output(self._fd, str(self.output), self.output.name)
             self._directory.__enter__()
         except OSError as e:
+            os.close(self._fd)
             raise durable.trouble(e, self.output) from e
+        except BadJob:
+            os.close(self._fd)
+            raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         self._directory.__exit__(kind, error, trace)
+        os.close(self._fd)
         if isinstance(error, OSError):
             raise durable.trouble(error, self.output) from error
 
@@ -60,21 +69,23 @@ class Publication(Sealing):
         return notes
 
     def _set_aside(self) -> list[str]:
-        """Rename away a directory of ours that holds more than we wrote."""
-        manifest = _manifest(self.output)
-        if manifest is None:
+        """Rename away what is there, unless it is a directory of ours, and holds only what we wrote."""
+        old = self._parent / self.output.name
+        if not os.path.lexists(old):
             return []
-        known = {str(n).split("/")[0] for key in ("files", "links") for n in manifest.get(key) or ()} | {MANIFEST}
-        if {p.name for p in self.output.iterdir()} <= known:
-            return []
-        aside = self.output.with_name(f"{self.output.name}.before-{secrets.token_hex(4)}")
-        self.disk.rename(self.output, aside)
-        return [f"the earlier output held files that are not rrd's; it is kept as {aside}"]
+        if old.is_dir() and not old.is_symlink():
+            manifest = _manifest(old) or {}
+            known = {str(n).split("/")[0] for key in ("files", "links") for n in manifest.get(key) or ()} | {MANIFEST}
+            if {p.name for p in old.iterdir()} <= (known if manifest else set()):
+                return []
+        aside = f"{self.output.name}.before-{secrets.token_hex(4)}"
+        self.disk.rename(old, self._parent / aside)
+        return [f"the earlier output held files that are not rrd's; it is kept as {self.output.with_name(aside)}"]
 
     def _sweep(self) -> None:
         """Remove what an export to this output left when it was interrupted: an output has one writer."""
         left = re.compile(rf"\.(tmp|trash)-{re.escape(self.output.name)}-[0-9a-f]{{8}}")
-        for path in self.output.parent.iterdir():
+        for path in self._parent.iterdir():
             if left.fullmatch(path.name):
                 durable.remove_tree(path, disk=self.disk)
 

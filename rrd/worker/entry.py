@@ -43,7 +43,8 @@ def main(sock: socket.socket, request: dict[str, Any], stack_fd: int = 2) -> int
     """Run one worker to its end; returns the exit status. If it crashes it writes its stacks to ``stack_fd``."""
     settings, channel = Settings.of(request), Channel(sock)
     try:
-        roots.confine(model=request.get("model_roots", ()), data=request.get("data_roots", ()))
+        roots.confine(model=request.get("model_roots", ()), data=request.get("data_roots", ()),
+                      output=request.get("output_root", ()))
         faulthandler.enable(stack_fd)  # for SIGABRT, too, the ladder's second rung
         _set_up_process(settings)
         Loop(channel, settings).run()

@@ -22,6 +22,7 @@ WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 _MUST_BE_OFF = {"use_dora": "DoRA", "modules_to_save": "modules trained as a whole", "lora_bias": "biases",
                 "target_parameters": "adapters on bare parameters", "layer_replication": "repeated layers"}
+_PLAIN = "start from a plain LoRA, of nothing but lora_A and lora_B of linear modules"
 
 
 def check(directory: Path, spec: JobSpec, targets: Collection[str] | None,
@@ -76,12 +77,12 @@ def read(directory: Path) -> tuple[Mapping[str, Any], Header]:
         refuse(directory, "has pickled weights only, which rrd never opens", "save it again as safetensors")
     config = read_json(directory / CONFIG)
     if str(config.get("peft_type")).upper() != "LORA":
-        refuse(directory, f"is no LoRA but {one_line(str(config.get('peft_type')), 40)}", "")
+        refuse(directory, f"is no LoRA but {one_line(str(config.get('peft_type')), 40)}", _PLAIN)
     for key, what in _MUST_BE_OFF.items():
         if config.get(key):
-            refuse(directory, f"has {what} ({key}), which rrd does not train", "")
+            refuse(directory, f"has {what} ({key}), which rrd does not train", _PLAIN)
     if config.get("bias", "none") != "none":
-        refuse(directory, "has biases of its own, which rrd does not train", "")
+        refuse(directory, "has biases of its own, which rrd does not train", _PLAIN)
     return config, read_header(directory / WEIGHTS)
 
 
@@ -96,6 +97,7 @@ def leaf(path: str) -> str:
 
 
 def refuse(directory: Path, why: str, hint: str) -> NoReturn:
+    """Raise the BadJob of an adapter that is not for this job; ``why`` goes on after "the adapter"."""
     raise BadJob(f"the adapter {one_line(why, 300)}", file=str(directory), key="init_adapter", hint=hint)
 
 
@@ -103,7 +105,7 @@ def _pattern(directory: Path, config: Mapping[str, Any], key: str, otherwise: fl
     """PEFT's ``alpha_pattern``: by the end of a module's path. Only names, for others may be any regular expression."""
     table = config.get(key) or {}
     if not isinstance(table, dict) or not all(re.fullmatch(r"\^?[\w.]+\$?", str(k)) for k in table):
-        refuse(directory, f"has a {key} that is more than names", "")
+        refuse(directory, f"has a {key} that is more than names", f"name modules in {key}, such as q_proj")
     plain = {str(k).strip("^$"): _number(v) for k, v in table.items()}
 
     def of(path: str) -> float:

@@ -41,9 +41,6 @@ class Errands:
         """The errand goes on when the checkpoint being written is durable, or refused."""
         self._at[job] = self._until.setdefault(job, now + COMMIT_SECONDS)
 
-    def awaits_commit(self, job: str) -> bool:
-        return job in self._until
-
     def commit_over(self, job: str) -> bool:
         """The write has ended: whether the errand was waiting for it."""
         return self._until.pop(job, None) is not None

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 DISK_RETRY = 30.0
 """Seconds until a job that could not be prepared or loaded for want of disk is tried again."""
 BUSY_RETRY = 3.0
-"""The same for one of which somebody else holds what it needs."""
+"""The same where somebody else holds what it needs."""
 RELEASE_STEPS = 100
 """So many steps a job must have got on for letting go of the caches to be tried again before a rung is taken."""
 

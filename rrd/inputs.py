@@ -23,7 +23,7 @@ DATA_KINDS = {".jsonl": "lines", ".ndjson": "lines", ".json": "lines", ".txt": "
 """What a data file holds, by its name's end."""
 
 TOKENIZERS = ("tokenizer.json", "rwkv_vocab_v20230424.txt")
-"""Files that are looked for beside a model, the first first."""
+"""Files that are looked for beside a model, in this order."""
 
 LLAMAS = ("llama", "mistral", "qwen2", "qwen3")
 """What ``config.json`` calls the models that rrd itself knows; their tensors are named as their modules are."""

@@ -86,7 +86,7 @@ class Intake:
             taken, refused = taken | refused, set()
             s.replace(job, file.spec, file.output)
         elif refused and job.state is JobState.FAILED and identity(job.spec) == identity(file.spec):
-            taken, refused = taken | refused, set()  # nothing of it runs that could not follow
+            taken, refused = taken | refused, set()  # nothing of it is running that the edit could disturb
             job.restart = file.spec, False
             s.end(job, Leave(JobState.WAITING))
         elif taken:

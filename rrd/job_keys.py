@@ -64,7 +64,7 @@ def _path(value: object) -> object:
     if not value.startswith("/"):
         hint = "the service has no current directory: start with `/`, or use `rrd submit`, which fills it in"
         raise Fault(f"must be a full path, not {show(value)}",
-                    hint=f"start it with `/`; if it is a name on a hub, {_FETCH}" if may_be_on_a_hub(value) else hint)
+                    hint=f"start it with `/`; or is it a name on a hub? {_FETCH}" if may_be_on_a_hub(value) else hint)
     return os.path.normpath(value)
 
 

@@ -288,7 +288,7 @@ class LastWords(Message):
 
 class Failed(Message):
     """What was asked could not be done, and the worker is fit to go on. ``blame``: job, disk, plan, worker or die; or
-    busy, for somebody else holds what is needed.
+    busy, where somebody else holds what is needed.
 
     ``resident``: the job still is, for it was only its export that the disk did not take.
     """

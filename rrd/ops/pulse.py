@@ -1,8 +1,8 @@
 """Signs of life from within long work: what may take long calls ``beat`` as it goes on.
 
 A step of a large model may take minutes. Its products, forward and backward, and the slices of its loss say that they
-were reached; the worker passes that on, or the daemon would take the silence for a hang. A card's work is only queued
-by what beats here, so there a beat waits for what was queued some beats ago: a card that hangs is silent, too.
+were reached; the worker passes that on, or the daemon would take the silence for a hang. On a CUDA die
+what beats here only queues work, so there a beat waits for what was queued some beats ago: one that hangs is silent.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 EVERY = 0.1
 """Seconds for which beats are only counted, so that one costs no more than a look at the clock."""
 QUEUED = 16
-"""A card may be so many beats behind, at most twice."""
+"""Beats that a CUDA die may be behind; it may be twice as many at the most."""
 
 Listener = Callable[[float], None]
 """Hears the share done, 0 where that is not known. What it raises comes out of the work, backward passes included."""
@@ -40,7 +40,7 @@ class Pulse:
             self._listener(min(1.0, self.count / self.total) if self.total else 0.0)
 
     def _catch_up(self, event: Any) -> None:
-        """Wait until the card has reached the last mark, and set another."""
+        """Set a mark, and wait until the die has reached the one before."""
         event.record()
         if self._event is not None:
             self._event.synchronize()

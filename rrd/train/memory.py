@@ -119,8 +119,6 @@ def _rwkv(spec: JobSpec, c: Any, T: int) -> _Floats:
 def _bridge(spec: JobSpec, c: BridgeConfig, T: int) -> _Floats:
     """As measured with GPT-2, whose attention keeps its weights because it drops some of them, and Gemma."""
     whole = any(v for k, v in c.raw.items() if ("attn" in k or "attention" in k) and ("drop" in k or "cap" in k))
-    if whole or getattr(skeleton_of(c.raw).config, "_attn_implementation", "eager") != "sdpa":
-        T *= int(c.raw.get("num_attention_heads") or c.raw.get("n_head") or 1)
-    else:
-        T = 0
-    return _Floats(20 * c.n_embd + 2.8 * T, (40 if T else 30) * c.n_embd + 7 * T)
+    whole = whole or getattr(skeleton_of(c.raw).config, "_attn_implementation", "eager") != "sdpa"
+    weights = T * int(c.raw.get("num_attention_heads") or c.raw.get("n_head") or 1) if whole else 0
+    return _Floats(20 * c.n_embd + 2.8 * weights, (40 if whole else 30) * c.n_embd + 7 * weights)

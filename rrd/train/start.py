@@ -37,7 +37,8 @@ def fill(named: Sequence[tuple[str, Tensor]], directory: Path) -> str:
             refuse(directory, f"has {name} in shape {list(info.shape)}, and this model {list(wanted[name].shape)}",
                    "start from an adapter of this very model")
         if not DTYPES.get(info.dtype, torch.int8).is_floating_point:
-            refuse(directory, f"has {name} as {info.dtype}, which are no floats we can read", "")
+            refuse(directory, f"has {name} as {info.dtype}, which are no floats we can read",
+                   "save it again in float32 or bfloat16")
         value = read_tensor(Located(directory / WEIGHTS, info)).float()
         if not torch.isfinite(value).all():
             refuse(directory, f"has values in {name} that are no numbers", "take an earlier one")

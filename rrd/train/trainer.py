@@ -129,8 +129,8 @@ class Trainer:
                     on_nan=on_nan)
         except NotFinite as e:
             of_the_model, hint = self._of_the_model()
-            raise NotFinite(loss=e.loss, grad_norm=e.grad_norm, where=self._circumstances() + of_the_model, hint=hint
-                            ) from None
+            where = self._circumstances() + of_the_model
+            raise NotFinite(loss=e.loss, grad_norm=e.grad_norm, where=where, hint=hint) from None
         self.step, self._beats = self.step + 1, beats.count
         self.tokens += result.tokens
         self.skipped += result.skipped
@@ -153,7 +153,7 @@ class Trainer:
         untrained = self.optimizer.steps == 0
         if bad is not None and (untrained or self.base.tensors):
             name = bad.removesuffix("scale") + "weight" if self.spec.quantize and bad.endswith(".scale") else bad
-            return f"; in the model's files, {name} holds what is no number", "put the model's right files there"
+            return f"; in the model's files, {name} holds what is no number", "fetch the model again, all of its files"
         if untrained:
             return ("; that is before anything was trained, and its weights are all numbers: its sums overflow",
                     f"is it a model for {_name(self.base.compute)}? Try another dtype, or another model")

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from rrd.worker.entry import Settings
 
 DISK_SECONDS = 600.0
-"""Longest that a single call may be busy with the disk during a load or an export; then it counts as a hang."""
+"""Seconds that a single call may be busy with the disk during a load or an export; then it counts as a hang."""
 
 
 class Loop:

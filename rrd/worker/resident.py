@@ -160,13 +160,7 @@ def load(order: Load, *, device: str, threads: int, job_dir: Path, cache_dir: Pa
             notes.append(note)
         trainer = Trainer(spec, base, data.Dataset.open(train.path),
                           data.Dataset.open(held_out.path) if held_out else None, threads=threads)
-        if note := trainer.model.make_ready(cache_dir, _saved_identity(job_dir).get("kernels"),
-                                            lambda: alive("building the kernels", 0.0)):
-            notes.append(note)
-        if note := choice.make_ready(trainer.device, cache_dir, lambda: alive("building the kernels", 0.0)):
-            notes.append(note)
-            trainer.model.without_kernels = note
-        _go_on_as_begun(job_dir, trainer, notes)
+        _make_ready(trainer, job_dir, cache_dir, notes, partial(alive, "building the kernels", 0.0))
         staging = Staging(trainer.optimizer)
         state, fallbacks = _newest_valid(job_dir, trainer, staging, notes)
         if state is None and (fallbacks or order.expect_step):
@@ -237,6 +231,16 @@ def _saved_identity(job_dir: Path) -> dict[str, Any]:
                 checkpoint.read_bytes(path, checkpoint.read_manifest(path), STATE))["identity"]
             return found
     return {}
+
+
+def _make_ready(trainer: Trainer, job_dir: Path, cache_dir: Path, notes: list[str], alive: Callable[[], None]) -> None:
+    """Have the kernels that the job computes with, built if need be; or note why it does without."""
+    if note := trainer.model.make_ready(cache_dir, _saved_identity(job_dir).get("kernels"), alive):
+        notes.append(note)
+    if note := choice.make_ready(trainer.device, cache_dir, alive):
+        notes.append(note)
+        trainer.model.without_kernels = note
+    _go_on_as_begun(job_dir, trainer, notes)
 
 
 def _go_on_as_begun(job_dir: Path, trainer: Trainer, notes: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""rrd.ops.pulse: signs of life, few enough to cost nothing and honest about a card."""
+"""rrd.ops.pulse: signs of life, few enough to cost nothing and honest about a CUDA die."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def test_how_much_there_is_follows_from_what_was_done(monkeypatch: pytest.Monkey
     assert shares == [0.0, 0.0, 0.0, 4 / 12]
 
 
-def test_beats_run_ahead_of_a_card_by_so_many_and_no_more() -> None:
-    """A mark is waited for before the one after the next is set: a card that hangs is silent."""
+def test_beats_run_ahead_of_a_cuda_die_by_so_many_and_no_more() -> None:
+    """A mark is waited for before the one after the next is set: a die that hangs is silent."""
     told: list[str] = []
 
     class Mark:

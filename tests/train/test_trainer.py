@@ -211,7 +211,7 @@ def test_weights_that_are_no_numbers_are_named_and_no_setting_is_blamed(tmp_path
     with pytest.raises(NotFinite) as e:
         make_trainer(tmp_path, **keys).run_step(STEPS, "stop")
     assert e.value.message.endswith(f"; in the model's files, {bad} holds what is no number")
-    assert e.value.hint == "put the model's right files there"
+    assert e.value.hint == "fetch the model again, all of its files"
     for name in good:
         good[name] *= 1e30
     save_file(good, file, metadata={"format": "pt"})

@@ -46,17 +46,18 @@ class Publication(Sealing):
         try:
             roots.check_output(self._fd, str(self.output), self.output.name)
             self._directory.__enter__()
-        except OSError as e:
+        except BaseException as e:
             os.close(self._fd)
-            raise durable.trouble(e, self.output) from e
-        except BadJob:
-            os.close(self._fd)
+            if isinstance(e, OSError):
+                raise durable.trouble(e, self.output) from e
             raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        self._directory.__exit__(kind, error, trace)
-        os.close(self._fd)
+        try:
+            self._directory.__exit__(kind, error, trace)
+        finally:
+            os.close(self._fd)
         if isinstance(error, OSError):
             raise durable.trouble(error, self.output) from error
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from boxes import Box, box, digest_of, toy_keys, write_job
@@ -12,6 +13,15 @@ from safetensors.torch import load_file, save_file
 
 from rrd import checkpoint
 from rrd.train.state import STATE, TENSORS
+
+
+def straight(tmp_path: Path, keys: dict[str, Any]) -> str:
+    """The digest of the adapter of a job that nothing befalls."""
+    with box(tmp_path / "straight", "cpu_dies = 1\n") as b:
+        write_job(b.jobs_dir, "a", **keys)
+        b.start()
+        b.wait_done("a")
+        return digest_of(b.state / "adapters" / "a")
 
 
 def half_way(b: Box, *names: str) -> None:
@@ -62,11 +72,7 @@ def test_moved_to_another_machine_exact_refuses_compatible_goes_on_and_both_say_
 @pytest.mark.slow
 def test_put_back_as_it_was_it_goes_on_exactly(tmp_path: Path) -> None:
     keys = toy_keys(tmp_path, max_steps=300, steps_per_visit=1)
-    with box(tmp_path / "straight", "cpu_dies = 1\n") as b:
-        write_job(b.jobs_dir, "a", **keys)
-        b.start()
-        b.wait_done("a")
-        wanted = digest_of(b.state / "adapters" / "a")
+    wanted = straight(tmp_path, keys)
     with box(tmp_path / "moved", "cpu_dies = 1\n") as b:
         write_job(b.jobs_dir, "a", **keys)
         half_way(b, "a")
@@ -103,11 +109,7 @@ def test_a_base_that_changes_under_its_job_is_refused_even_by_a_compatible_one(t
 
 def test_model_and_data_may_move_and_must_stay_the_same(tmp_path: Path) -> None:
     keys = toy_keys(tmp_path, max_steps=300, steps_per_visit=1)
-    with box(tmp_path / "straight", "cpu_dies = 1\n") as b:
-        write_job(b.jobs_dir, "a", **keys)
-        b.start()
-        b.wait_done("a")
-        wanted = digest_of(b.state / "adapters" / "a")
+    wanted = straight(tmp_path, keys)
     with box(tmp_path / "moved", "cpu_dies = 1\n") as b:
         write_job(b.jobs_dir, "a", **keys)
         half_way(b, "a")

@@ -309,11 +309,12 @@ class Worker:
             self._signal(signal.SIGKILL)  # its socket is closed but its end was not seen: make sure
         if self._ended_by:
             return f"the worker {self._ended_by} and was ended"
-        if status is None:
-            return "the worker closed its socket"
+        words = f": {self._last_words}" if self._last_words else ""
+        if status is None:  # whoever forked it has ended, too
+            return f"the worker closed its socket{words}"
         if status < 0:
             return f"the worker was killed by {signal_name(-status)}"
-        return f"the worker exited with status {status}" + (f": {self._last_words}" if self._last_words else "")
+        return f"the worker exited with status {status}{words}"
 
     def _signal(self, number: signal.Signals) -> None:
         ended = self._exit is not None and self._exit.done() and not self._exit.cancelled()

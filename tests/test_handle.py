@@ -256,6 +256,19 @@ def test_its_last_words_are_part_of_its_end_and_may_blame_its_die() -> None:
     run(scene())
 
 
+def test_last_words_are_said_where_nobody_sees_the_exit_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The nursery that forked it was killed."""
+    monkeypatch.setattr(handle, "EXIT_SECONDS", 0.2)
+
+    async def scene() -> None:
+        words = say(LastWords(message="CUDA error: GPU is lost", die_failed=True))
+        worker = await started(nursery=FakeNursery(HEAR, words, ("close",), HANG))
+        assert await end_of(worker) == "the worker closed its socket: CUDA error: GPU is lost"
+        assert worker.die_failed
+
+    run(scene())
+
+
 @pytest.mark.parametrize("excuse", [
     GaveUp(job="a", resident=False), OutOfMemory(job="a", step=3, what="training", resident=True)], ids=repr)
 def test_an_excuse_answers_any_question(excuse: Message) -> None:

@@ -13,7 +13,7 @@ from rrd.snapshot import Snapshot
 WARM_UP = {"daemon": 120.0, "worker": 40.0}
 """Seconds of a process's life that say nothing of its later memory."""
 MOST = {"daemon": 20.0, "worker": 40.0}
-"""MiB an hour that may be noise: twice what was seen (docs/reliability.md)."""
+"""MiB an hour that may be noise: well above what was seen (docs/reliability.md)."""
 
 
 class Growth:
@@ -37,7 +37,7 @@ class Growth:
         """What grows, and a sentence with the figures."""
         told, wrong = [], []
         for kind, most in MOST.items():
-            lives = [[x for x in xs if x[0] >= xs[0][0] + WARM_UP[kind] and x[3] == jobs]  # with more jobs it may hold more
+            lives = [[x for x in xs if x[0] >= xs[0][0] + WARM_UP[kind] and x[3] == jobs]  # with more it may hold more
                      for (k, _), xs in self.samples.items() if k == kind for jobs in {x[3] for x in xs}]
             memory, seen = slope([[(t, mib) for t, mib, _, _ in xs] for xs in lives])
             files, _ = slope([[(t, float(n)) for t, _, n, _ in xs] for xs in lives])

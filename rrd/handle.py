@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from rrd import host_memory
 from rrd.errors import ProtocolError, RrdError, TryLater
 from rrd.messages import REPORTS, Decoder, Failed, GaveUp, LastWords, Message, OutOfMemory, Stop, encode
 from rrd.stack import MAX_BYTES
@@ -30,6 +31,10 @@ LISTEN_SECONDS = 5.0
 """A silence is counted in parts of so long."""
 EXIT_SECONDS = 2.0
 """How long after the end of its socket a worker's exit status may take."""
+
+
+SILENT = "reported nothing for"
+"""How the end of a worker reads that was ended for its silence."""
 
 
 class WorkerGone(RrdError):
@@ -199,6 +204,8 @@ class Worker:
         self._answer: Message | None = None
         self._awaited: tuple[type[Message], ...] = ()
         self._ended_by = self._last_words = ""
+        self._oom_kills = host_memory.oom_kills()
+        """As of the last question: if there are more after a SIGKILL, the kernel has sent it."""
         self._sending = asyncio.Lock()
         self._telling: set[asyncio.Task[None]] = set()
 
@@ -218,6 +225,7 @@ class Worker:
         """
         assert not self._awaited, "one question at a time"
         self._awaited, self._answer = (*answers, *EXCUSES), None
+        self._oom_kills = host_memory.oom_kills()
         try:
             if order is not None:
                 await asyncio.wait_for(self.send(order), patience())
@@ -228,7 +236,7 @@ class Worker:
                 await self._wait_for_news(patience)
             return self._answer
         except asyncio.TimeoutError:
-            await self.end_now(f"reported nothing for {patience():.0f} s")
+            await self.end_now(f"{SILENT} {patience():.0f} s")
             raise self._gone() from None
         finally:
             self._awaited = ()
@@ -312,6 +320,8 @@ class Worker:
         words = f": {self._last_words}" if self._last_words else ""
         if status is None:  # whoever forked it has ended, too
             return f"the worker closed its socket{words}"
+        if status == -signal.SIGKILL and host_memory.oom_kills() > self._oom_kills:
+            return "the kernel killed the worker for want of memory"
         if status < 0:
             return f"the worker was killed by {signal_name(-status)}"
         return f"the worker exited with status {status}{words}"

@@ -27,6 +27,16 @@ def look() -> HostMemory | None:
     return memory if limit is None else HostMemory(min(memory.total, limit), min(memory.available, limit))
 
 
+def oom_kills() -> int:
+    """Processes that the kernel has killed for want of memory since it booted, the machine's or a control group's; 0
+    where it does not say (before Linux 4.13)."""
+    try:
+        with open("/proc/vmstat", encoding="ascii") as f:
+            return next((int(line.split()[1]) for line in f if line.startswith("oom_kill ")), 0)
+    except (OSError, ValueError):
+        return 0
+
+
 def _limit() -> int | None:
     """The least ``memory.max`` of our control group and those above it (cgroup v2)."""
     least = None

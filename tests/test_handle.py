@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from rrd import handle
+from rrd import handle, host_memory
 from rrd.handle import Nursery, Worker, WorkerGone
 from rrd.job import JobSpec
 from rrd.messages import (
@@ -206,6 +206,20 @@ def test_a_worker_that_ends_says_how(act: Act, end: str, early: bool) -> None:
         worker.tell(Yield())
         await worker.stop()
         assert gone(worker.pid)
+
+    run(scene())
+
+
+def test_a_kill_of_the_kernels_is_told_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its own count of those that it killed for want of memory, which must have grown since the question."""
+    kills = iter([7, 7, 8, 8, 8, 8])  # of each worker: at its birth, at its question, at its end
+    monkeypatch.setattr(host_memory, "oom_kills", lambda: next(kills))
+
+    async def scene() -> None:
+        for end in ("the kernel killed the worker for want of memory", "the worker was killed by SIGKILL"):
+            worker = await started(HEAR, ("kill", int(signal.SIGKILL)))
+            with pytest.raises(WorkerGone, match=f"^{end}$"):
+                await worker.ask(Yield(), Ready, patience=long)
 
     run(scene())
 

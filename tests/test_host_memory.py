@@ -22,6 +22,11 @@ def test_it_is_what_linux_says() -> None:
     assert found and 0 < found.available <= found.total
 
 
+def test_the_kernel_counts_whom_it_kills_for_want_of_memory() -> None:
+    counted = Path("/proc/vmstat").read_text().split()
+    assert "oom_kill" in counted and host_memory.oom_kills() >= int(counted[counted.index("oom_kill") + 1])
+
+
 def test_a_limit_of_the_control_group_counts_whoever_has_set_it(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = Path("/proc/self/cgroup").read_text().partition("0::")[2].strip().strip("/")

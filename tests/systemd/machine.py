@@ -18,7 +18,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 DISK = "2G"
@@ -30,6 +30,9 @@ WITHHELD = "sys_time,sys_module,sys_rawio,syslog,wake_alarm"
 """Capabilities that commands in the machine do not have: they are the host's, and `date -s` would move its clock."""
 
 BOOT_SECONDS = 60.0
+
+MEMORY_GROUPS = Path("/sys/fs/cgroup/memory")
+"""The memory controller, on a host that has it in a cgroup v1 hierarchy: then the machine's own groups have none."""
 
 
 def why_not() -> str:
@@ -181,6 +184,21 @@ class Machine:
         """Where the host sees a path of the running machine. Symbolic links in it lead to the host's files."""
         return Path(f"/proc/{self._leader()}/root{inside}")
 
+    @contextlib.contextmanager
+    def memory_group(self, unit: str) -> Iterator[Path]:
+        """Have the processes of a service, and all that they start, in a group below ``MEMORY_GROUPS`` that is made for
+        them; below the one that they are in, so that they leave no limit of the host's."""
+        known = Path(f"/proc/{self._leader()}/cgroup").read_text()
+        above = MEMORY_GROUPS / known.partition(":memory:/")[2].split("\n")[0]
+        group = above / self.name
+        group.mkdir()
+        try:
+            for pid in self.path(f"/sys/fs/cgroup/system.slice/{unit}/cgroup.procs").read_text().split():
+                (group / "cgroup.procs").write_text(pid)
+            yield group
+        finally:
+            self.wait(lambda: _merged(group), f"{group} is still in use", 10)
+
     def write(self, inside: str, text: str, mode: int = 0o644) -> None:
         """Write a file, whole or not at all."""
         path = self.path(inside)
@@ -206,6 +224,15 @@ class Machine:
     def console(self) -> str:
         log = self.directory / "console.log"
         return log.read_text(errors="replace")[-3000:] if log.exists() else ""
+
+
+def _merged(group: Path) -> bool:
+    """Whether a group is gone, and its processes are in the one above; a process that is just ending is in its way."""
+    with contextlib.suppress(OSError):
+        for pid in (group / "cgroup.procs").read_text().split():
+            (group.parent / "cgroup.procs").write_text(pid)
+        group.rmdir()
+    return not group.exists()
 
 
 class NotUp(AssertionError):

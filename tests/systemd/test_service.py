@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import time
+from pathlib import Path
 
-from machine import Machine
+import pytest
+from machine import MEMORY_GROUPS, Machine
 from service import ENDLESS, INPUTS, JOBS, UNIT, VENV, Service
 
 from rrd.journal import Kind
@@ -114,6 +116,34 @@ def test_a_stop_loses_no_step(service: Service) -> None:
     service.wait_said(f"resumed from step {steps[-1]}", since)
     again = service.history("stopped")
     assert again[: len(steps)] == steps and again == list(range(1, len(again) + 1)), "each step once"
+
+
+def test_a_job_that_takes_too_much_memory_costs_the_daemon_and_other_workers_nothing(service: Service) -> None:
+    """The kernel kills its worker, each time. The limit is none that rrd knows: or it would have the job wait."""
+    if not (MEMORY_GROUPS / "memory.oom_control").exists():
+        pytest.skip(f"needs the memory controller of cgroup v1 at {MEMORY_GROUPS}")
+    since = service.now()
+    with service.machine.memory_group("rrd.service") as group:
+        pid = service.pid()
+        service.drop("mate", max_steps=ENDLESS, die=0)
+        service.drop("other", max_steps=ENDLESS, die=1)
+        service.wait_step("mate", 3)
+        before = service.wait_step("other", 3)
+        processes = [Path("/proc", process) for process in (group / "cgroup.procs").read_text().split()]
+        scores = {(at / "comm").read_text().strip(): int((at / "oom_score_adj").read_text()) for at in processes}
+        assert scores["rrd-die0"] == scores["rrd-die1"] == 500 > scores["rrd"], "who is killed first"
+        limit = int((group / "memory.usage_in_bytes").read_text()) + (32 << 20)
+        (group / "memory.limit_in_bytes").write_text(str(limit))
+        service.drop("greedy", max_steps=5, batch_size=2048, die=0)
+        seen = service.wait_job("greedy", lambda j: j["state"] == "failed", "it was let have it")
+        assert seen["why"] == "the kernel killed the worker for want of memory, 3 times in a row without a new step"
+        assert "oom_kill 3\n" in (group / "memory.oom_control").read_text()
+        service.wait_step("mate", service.job("mate")["step"] + 3)
+        assert service.job("other")["step"] > before
+        assert service.pid() == pid
+    loads = {job: len(service.journal(f"RRD_JOB={job}", f"MESSAGE_ID={Kind.LOADED.value}", since=since))
+             for job in ("greedy", "mate", "other")}
+    assert loads == {"greedy": 3, "mate": 4, "other": 1}, "another worker was killed"
 
 
 def test_a_kill_is_followed_by_a_restart_that_goes_on(service: Service) -> None:

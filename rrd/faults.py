@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rrd.die import Die
+from rrd.handle import SILENT
 from rrd.journal import Kind
 from rrd.messages import Failed, OutOfMemory
 from rrd.roster import CRASHES, Job, Leave
@@ -77,8 +78,10 @@ class Faults:
         """A worker died on this job's visit; after ``CRASHES`` without a new step the job has failed."""
         job.record.crashes += 1
         if job.record.crashes >= CRASHES:
+            slow = "if it is merely slow, a smaller batch_size or a larger hang_seconds in rrd.toml helps; "
             self.off(job, Leave(JobState.FAILED, f"{reason}, {CRASHES} times in a row without a new step",
-                                f"`rrd logs {job.id}` has its last words; `rrd restart {job.id}` tries again"),
+                                slow * (SILENT in reason)
+                                + f"`rrd logs {job.id}` has its last words; `rrd restart {job.id}` tries again"),
                      Kind.FAILED)
 
     # --- of memory ---

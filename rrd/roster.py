@@ -165,8 +165,8 @@ class Job:
 
     # --- questions the lane asks ---
 
-    def visit(self) -> tuple[int, float | None]:
-        """How long the next visit may be: (steps, seconds). It ends where a checkpoint or an export is due by steps."""
+    def visit(self, now: float) -> tuple[int, float | None]:
+        """How long the next visit may be: (steps, seconds). It ends where a checkpoint or an export is due."""
         n, seconds = NO_LIMIT, None
         if self.spec.steps_per_visit == "auto":
             seconds = self.spec.visit_seconds
@@ -175,6 +175,8 @@ class Job:
         for every in (self.spec.checkpoint_steps, self.spec.export_every):
             if every:
                 n = min(n, every - self.step % every)
+        if (cadence := self.spec.checkpoint_seconds) and not self.saving:
+            seconds = max(0.0, min(seconds or math.inf, self.saved_at + cadence - now))
         return n, seconds
 
     def order(self, steps: int, seconds: float | None = None, *, checkpoint: bool = False, round: int = 0) -> Run:
@@ -212,8 +214,8 @@ class Job:
         return median(self.durations) if self.durations else 0.0
 
     def patience(self, least: float) -> float:
-        """Seconds without a report after which its worker counts as hung."""
-        return max(least, 10 * self.step_seconds)
+        """Seconds without a report after which its worker counts as hung: ever more, where it may be merely slow."""
+        return max(math.ldexp(least, self.record.crashes), 10 * self.step_seconds)
 
     # --- what it is told ---
 

@@ -100,7 +100,8 @@ class _Script:
 
     def at(self, job: str, moment: str, alive: Callable[[str, float], None] | None, obeys: Loop | None = None
            ) -> Faults | None:
-        self.drag = self.crawl = 0.0
+        if moment != "write":  # which is the writer's, while the next step may have begun
+            self.drag = self.crawl = 0.0
         if self.poison and self.poison.poison_at is None:
             self.poison = None
         for i, fault in enumerate(json.loads(self.path.read_text())):

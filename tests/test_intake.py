@@ -213,6 +213,19 @@ def test_max_steps_lowered_below_a_done_jobs_steps_leaves_it_done(tmp_path: Path
     story(tmp_path, tell)
 
 
+def test_another_path_is_taken_over_by_a_restart_from_the_checkpoint(tmp_path: Path) -> None:
+    async def tell(w: World) -> None:
+        w.drop("a", max_steps=500)
+        await w.until_step("a", 13)
+        w.drop("a", max_steps=500, data="/moved/data.jsonl")
+        assert w.why("a") == "the edit of `data` is not in force: a running job does not take it over"
+        assert w.job("a").refusal_hint.endswith("from the newest checkpoint if what lies there is the same")
+        assert w.verbs.restart("a").endswith("from its newest checkpoint")
+        await w.until(lambda: str(w.job("a").spec.data) == "/moved/data.jsonl" and w.state("a") == "running")
+
+    story(tmp_path, tell)
+
+
 def test_an_edit_that_would_change_what_is_trained_is_refused_and_said_once(tmp_path: Path) -> None:
     async def tell(w: World) -> None:
         w.drop("a", max_steps=500)

@@ -70,14 +70,24 @@ def test_the_total_is_known_once_the_samples_are_counted_and_max_steps_wins() ->
 def test_a_visit_ends_where_a_checkpoint_or_an_export_is_due(at: int, visit: int, cadence: int, export: int) -> None:
     j = job(steps_per_visit=visit, checkpoint_every=cadence, export_every=export)
     j.step = at
-    n, seconds = j.visit()
+    n, seconds = j.visit(0.0)
     assert 1 <= n <= visit and seconds is None
     assert not any((at + i) % cadence == 0 or (at + i) % export == 0 for i in range(1, n))
 
 
 def test_a_visit_of_so_many_seconds() -> None:
-    assert job(visit_seconds=3.0).visit() == (NO_LIMIT, 3.0)
-    assert job(visit_seconds=3.0, checkpoint_every=40).visit() == (40, 3.0)
+    assert job(visit_seconds=3.0).visit(0.0) == (NO_LIMIT, 3.0)
+    assert job(visit_seconds=3.0, checkpoint_every=40).visit(0.0) == (40, 3.0)
+
+
+def test_a_visit_ends_when_a_checkpoint_is_due_by_the_clock() -> None:
+    j = hear(job(visit_seconds=600.0, checkpoint_every="5s"), loaded(0))
+    at = j.saved_at
+    assert [j.visit(at + s)[1] for s in (0, 2, 5, 9)] == [5.0, 3.0, 0.0, 0.0]
+    assert job(visit_seconds=3.0, checkpoint_every="10min").visit(0.0) == (NO_LIMIT, 3.0)
+    assert job(steps_per_visit=7, checkpoint_every="5s").visit(4.0) == (7, 1.0)
+    j.saving = True
+    assert j.visit(at + 9)[1] == 600.0
 
 
 # --- checkpoints ---

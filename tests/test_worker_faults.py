@@ -103,15 +103,15 @@ def test_whatever_befalls_a_worker_its_job_ends_with_the_same_adapter(tmp_path: 
 def test_a_long_step_is_no_hang_and_a_block_that_never_ends_is_one(tmp_path: Path, plain: tuple[Path, str]) -> None:
     """Steps of several times ``hang_seconds``, whose longest silence is a block's."""
     inputs, expected = plain
-    slow = [{"job": "slow", "at": "step 2", "do": ["crawl", 0.4]}, {"job": "slow", "at": "step 5", "do": ["crawl", 99]}]
-    with box(tmp_path, "hang_seconds = 1.5\ncpu_dies = 1\n") as b:
+    slow = [{"job": "slow", "at": "step 2", "do": ["crawl", 0.6]}, {"job": "slow", "at": "step 5", "do": ["crawl", 99]}]
+    with box(tmp_path, "hang_seconds = 2\ncpu_dies = 1\n") as b:
         write_job(b.jobs_dir, "slow", **toy_keys(inputs, **KEYS, gradient_checkpointing=True))
         b.start(**faulty_worker.write(tmp_path / "faults" / "script.json", *slow))
         b.wait_done("slow")
         steps = [json.loads(line) for line in (b.state / "jobs" / "slow" / "history.jsonl").open()]
-        assert next(s["seconds"] for s in steps if s["step"] == 2) > 3.0
+        assert next(s["seconds"] for s in steps if s["step"] == 2) > 4.0
         died = said(b, "slow", "worker_died")
-        assert len(died) == 1 and re.match(r"the worker reported nothing for \d+ s and was ended at step 4", died[0])
+        assert len(died) == 1 and re.match(r"the worker reported nothing for \d+ s and was ended at step 4", died[0]), died
         assert b.adapter("slow") == expected
         assert b.stop() == 0
 
@@ -223,11 +223,24 @@ def test_the_end_at_any_moment_saves_the_last_finished_step(tmp_path: Path, how:
         one("step 3", ["drag", 0.3], 3)            # 8 micro-steps: it is finished first
         one("step 5", ["drag", 5.0], 4, how="twice" if how == "terminated" else how)  # 40 s, not waited for
         one("evaluate", ["drag", 0.2], 6)
+        write_job(b.jobs_dir, "a", **{**m.keys, "checkpoint_every": 2, "steps_per_visit": 2})
+        one("save", ["sleep", 1.0], 8)
+        write_job(b.jobs_dir, "a", **m.keys)
         one("write", ["sleep", 1.0], 12)
         one("export", ["sleep", LONG], 12)
         b.start()
         b.wait_done("a")
         assert b.adapter("a") == expected and losses(b) == lines
+
+
+@pytest.mark.slow
+def test_a_step_of_a_minute_is_finished_and_saved(tmp_path: Path) -> None:
+    with box(tmp_path, "cpu_dies = 1\n") as b:
+        m = Moments(b, tmp_path)
+        write_job(b.jobs_dir, "a", **m.keys)
+        m.until({"job": "a", "at": "step 3", "do": ["drag", 7.5]})  # 8 micro-steps
+        assert 50 < m.end("terminated") < 90
+        assert m.saved == 3
 
 
 def losses(b: Box) -> list[tuple[int, float | None, float | None]]:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from rrd import roots
+from rrd.messages import LastWords
 from rrd.worker.channel import Channel, Closed
 from rrd.worker.faults import last_words
 from rrd.worker.loop import Loop
@@ -47,6 +48,9 @@ def main(sock: socket.socket, request: dict[str, Any], stack_fd: int = 2) -> int
                       output=request.get("output_root", ()))
         faulthandler.enable(stack_fd)  # for SIGABRT, too, the ladder's second rung
         _set_up_process(settings)
+        if why := _no_die(settings.device):
+            channel.send(LastWords(message=why, die_failed=True))
+            return 1
         Loop(channel, settings).run()
     except Closed:
         os._exit(0)  # the daemon is gone; a write in progress is an attempt that the next start sweeps away
@@ -71,6 +75,14 @@ def _set_up_process(settings: Settings) -> None:
             os.nice(10)  # all cores, but only what training leaves of them
     torch.set_num_threads(settings.threads)
     torch.set_flush_denormal(True)  # denormals make steps several times slower on CPUs
-    if settings.device.startswith("cuda"):
+    if settings.device.startswith("cuda") and torch.cuda.is_available():
         torch.cuda.set_device(settings.device)
         torch.use_deterministic_algorithms(True)  # some CUDA kernels add up in the order in which threads arrive
+
+
+def _no_die(device: str) -> str:
+    """Why this torch cannot use ``device`` at all; empty where it can."""
+    if not device.startswith("cuda") or torch.cuda.is_available():
+        return ""
+    what = "finds no CUDA device on this box" if torch.version.cuda else "is one without CUDA"
+    return f"torch {torch.__version__} {what}, and the configuration names {device}; `rrd doctor` says more"

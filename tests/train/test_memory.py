@@ -56,8 +56,8 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_it_comes_near_what_a_step_takes(toy: Path) -> None:
     """``tests/bench/bench_memory.py`` sees to many more, and larger ones."""
     cases: list[dict[str, Any]] = [
-        {"batch_size": 16, "seq_len": 256}, {"batch_size": 16, "seq_len": 256, "gradient_checkpointing": True},
-        {"batch_size": 4, "seq_len": 128, "method": "full"}, {"batch_size": 1, "seq_len": 2048}]
+        {"batch_size": 16, "seq_len": 256, "gradient_checkpointing": True},
+        {"batch_size": 4, "seq_len": 128, "method": "full"}]
     script = Path(__file__).parents[1] / "bench" / "one_step.py"
     said = [part for keys in cases for part in (str(toy), json.dumps(keys))]
     done = subprocess.run([sys.executable, str(script), *said], capture_output=True, text=True, check=True)

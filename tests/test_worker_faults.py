@@ -111,7 +111,8 @@ def test_a_long_step_is_no_hang_and_a_block_that_never_ends_is_one(tmp_path: Pat
         steps = [json.loads(line) for line in (b.state / "jobs" / "slow" / "history.jsonl").open()]
         assert next(s["seconds"] for s in steps if s["step"] == 2) > 4.0
         died = said(b, "slow", "worker_died")
-        assert len(died) == 1 and re.match(r"the worker reported nothing for \d+ s and was ended at step 4", died[0]), died
+        assert len(died) == 1, died
+        assert re.match(r"the worker reported nothing for \d+ s and was ended at step 4", died[0])
         assert b.adapter("slow") == expected
         assert b.stop() == 0
 

@@ -137,7 +137,8 @@ def test_a_job_that_takes_too_much_memory_costs_the_daemon_and_other_workers_not
         service.drop("greedy", max_steps=5, batch_size=2048, die=0)
         seen = service.wait_job("greedy", lambda j: j["state"] == "failed", "it was let have it")
         assert seen["why"] == "the kernel killed the worker for want of memory, 3 times in a row without a new step"
-        assert "oom_kill 3\n" in (group / "memory.oom_control").read_text()
+        kills = dict(line.split() for line in (group / "memory.oom_control").read_text().splitlines())["oom_kill"]
+        assert int(kills) >= 3  # whoever prepares a job's data may be one more
         service.wait_step("mate", service.job("mate")["step"] + 3)
         assert service.job("other")["step"] > before
         assert service.pid() == pid

@@ -144,7 +144,7 @@ def test_a_job_that_takes_too_much_memory_costs_the_daemon_and_other_workers_not
         assert service.pid() == pid
     loads = {job: len(service.journal(f"RRD_JOB={job}", f"MESSAGE_ID={Kind.LOADED.value}", since=since))
              for job in ("greedy", "mate", "other")}
-    assert loads == {"greedy": 3, "mate": 4, "other": 1}, "another worker was killed"
+    assert loads["greedy"] >= 3 and loads["mate"] >= 4 and loads["other"] == 1, f"another worker was killed: {loads}"
 
 
 def test_a_kill_is_followed_by_a_restart_that_goes_on(service: Service) -> None:

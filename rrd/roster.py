@@ -92,7 +92,8 @@ class Job:
     saving: bool = False
     """A checkpoint was copied aside and is being written."""
     saved_at: float = 0.0
-    """Monotonic time of the newest checkpoint, or of the load."""
+    """Monotonic time at which the newest checkpoint was copied aside, or of the load: a cadence by the clock counts
+    from it, however long the disk takes."""
     saved_step: int = 0
     tried_step: int = 0
     """Step of the newest checkpoint, whether the disk took it or not: a cadence in steps counts from it."""
@@ -165,8 +166,9 @@ class Job:
 
     # --- questions the lane asks ---
 
-    def visit(self, now: float) -> tuple[int, float | None]:
-        """How long the next visit may be: (steps, seconds). It ends where a checkpoint or an export is due."""
+    def visit(self) -> tuple[int, float | None]:
+        """How long the next visit may be: (steps, seconds). It ends where a checkpoint or an export is due by steps. By
+        the clock it lasts a cadence at most, due or not: one that was due when it began would have lasted no step."""
         n, seconds = NO_LIMIT, None
         if self.spec.steps_per_visit == "auto":
             seconds = self.spec.visit_seconds
@@ -175,8 +177,8 @@ class Job:
         for every in (self.spec.checkpoint_steps, self.spec.export_every):
             if every:
                 n = min(n, every - self.step % every)
-        if (cadence := self.spec.checkpoint_seconds) and not self.saving:
-            seconds = max(0.0, min(seconds or math.inf, self.saved_at + cadence - now))
+        if cadence := self.spec.checkpoint_seconds:
+            seconds = min(seconds or cadence, cadence)
         return n, seconds
 
     def order(self, steps: int, seconds: float | None = None, *, checkpoint: bool = False, round: int = 0) -> Run:
@@ -239,11 +241,13 @@ class Job:
                 self.eval_loss, self.progress = report.loss, None
             case VisitDone():
                 self.progress = None
-                self.saving, self.evaluated = self.saving or report.copied, report.evaluated
+                if report.copied:
+                    self.saving, self.saved_at = True, now
+                self.evaluated = report.evaluated
                 if report.steps:
                     self.visits.append((wall, self.steps_run))
             case Committed():
-                self._hear_committed(report, wall, now)
+                self._hear_committed(report, wall)
             case CommitFailed():
                 self.saving = False
                 self.failures += 1
@@ -277,11 +281,10 @@ class Job:
         if report.step > self.record.best_step:
             self.record.best_step, self.record.crashes = report.step, 0
 
-    def _hear_committed(self, report: Committed, wall: float, now: float) -> None:
+    def _hear_committed(self, report: Committed, wall: float) -> None:
         self.saving = False
         self.disk_strikes, self.disk_trouble = 0, ""
         self.saved_step = self.tried_step = report.step
-        self.saved_at = now
         self.checkpoint_bytes, self.checkpoint_seconds = report.bytes, report.seconds
         self.commits += 1
         self.record.announced_step, self.record.announced_at = report.step, wall

@@ -57,7 +57,7 @@ class Visit:
         """A visit's steps, a checkpoint where one is due, an export where one is due; and the end of the job."""
         job, lane = self.job, self.lane
         assert job.total is not None
-        n, seconds = job.visit(lane.monotonic())
+        n, seconds = job.visit()
         answer = await self._ask(job.order(n, seconds, round=turn.round), VisitDone)
         if not isinstance(answer, VisitDone):
             return

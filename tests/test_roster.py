@@ -70,24 +70,22 @@ def test_the_total_is_known_once_the_samples_are_counted_and_max_steps_wins() ->
 def test_a_visit_ends_where_a_checkpoint_or_an_export_is_due(at: int, visit: int, cadence: int, export: int) -> None:
     j = job(steps_per_visit=visit, checkpoint_every=cadence, export_every=export)
     j.step = at
-    n, seconds = j.visit(0.0)
+    n, seconds = j.visit()
     assert 1 <= n <= visit and seconds is None
     assert not any((at + i) % cadence == 0 or (at + i) % export == 0 for i in range(1, n))
 
 
 def test_a_visit_of_so_many_seconds() -> None:
-    assert job(visit_seconds=3.0).visit(0.0) == (NO_LIMIT, 3.0)
-    assert job(visit_seconds=3.0, checkpoint_every=40).visit(0.0) == (40, 3.0)
+    assert job(visit_seconds=3.0).visit() == (NO_LIMIT, 3.0)
+    assert job(visit_seconds=3.0, checkpoint_every=40).visit() == (40, 3.0)
 
 
-def test_a_visit_ends_when_a_checkpoint_is_due_by_the_clock() -> None:
-    j = hear(job(visit_seconds=600.0, checkpoint_every="5s"), loaded(0))
-    at = j.saved_at
-    assert [j.visit(at + s)[1] for s in (0, 2, 5, 9)] == [5.0, 3.0, 0.0, 0.0]
-    assert job(visit_seconds=3.0, checkpoint_every="10min").visit(0.0) == (NO_LIMIT, 3.0)
-    assert job(steps_per_visit=7, checkpoint_every="5s").visit(4.0) == (7, 1.0)
-    j.saving = True
-    assert j.visit(at + 9)[1] == 600.0
+def test_a_visit_lasts_a_cadence_by_the_clock_at_most_however_long_ago_the_last_one_was() -> None:
+    j = hear(job(visit_seconds=600.0, checkpoint_every="5s"), loaded(0), step(1))
+    j.saved_at = -1e6
+    assert j.visit() == (NO_LIMIT, 5.0)
+    assert job(visit_seconds=3.0, checkpoint_every="10min").visit() == (NO_LIMIT, 3.0)
+    assert job(steps_per_visit=7, checkpoint_every="5s").visit() == (7, 5.0)
 
 
 # --- checkpoints ---
@@ -110,9 +108,10 @@ def test_a_cadence_in_seconds() -> None:
     assert not j.checkpoint_due(1000)  # nothing new
     hear(j, step(1))
     assert not j.checkpoint_due(159) and j.checkpoint_due(160)
+    hear(j, VisitDone(job="a", step=1, steps=1, seconds=1.0, copied=True), at=165)
     hear(j, committed(1), at=170)
     hear(j, step(2))
-    assert not j.checkpoint_due(229) and j.checkpoint_due(230)
+    assert not j.checkpoint_due(224) and j.checkpoint_due(225)  # a minute after it was copied, not after it was written
 
 
 @pytest.mark.parametrize("cadence", [10, "1min"])

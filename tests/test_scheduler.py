@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Awaitable, Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from rrd.errors import BadJob, NoSuchJob, RrdError
 from rrd.faults import DISK_RETRY
 from rrd.gate.simulated import Act
 from rrd.journal import Kind
-from rrd.messages import Evict, Load
+from rrd.messages import Evict, Load, Run
 from rrd.states import JobState
 
 
@@ -667,6 +669,27 @@ def test_everything_resident_is_saved_at_the_end(tmp_path: Path) -> None:
         assert w.workers.alive() == []
 
     story(tmp_path, tell, 2, 1)
+
+
+def test_a_cadence_by_the_clock_is_kept_within_a_long_visit(tmp_path: Path) -> None:
+    async def tell(w: World) -> None:
+        w.drop("a", max_steps=500, steps_per_visit="auto", visit_seconds=600.0, checkpoint_every="5s")
+        await w.until_done("a")
+        saved = [0, *w.disk.checkpoints["a"]]
+        assert max(b - a for a, b in pairwise(saved)) <= 60, saved  # a step takes 0.1 s
+
+    story(tmp_path, tell, 1)
+
+
+def test_a_cadence_shorter_than_a_round_makes_no_visit_shorter(tmp_path: Path) -> None:
+    async def tell(w: World) -> None:
+        names = [f"j{i}" for i in range(6)]
+        w.drop(*names, max_steps=400, steps_per_visit="auto", visit_seconds=2.0, checkpoint_every="3s")
+        await w.until_done(*names)
+        runs = Counter(o.job for o in w.workers.orders if isinstance(o, Run) and o.steps)
+        assert set(runs.values()) == {20}, runs  # of 20 steps each
+
+    story(tmp_path, tell, 6, 1)
 
 
 def test_a_failure_while_it_leaves_does_not_undo_the_wish(tmp_path: Path) -> None:

@@ -70,5 +70,9 @@ class BadJob(RrdError):
         self.file, self.line, self.key = file, line, key
 
 
+class NotReadable(BadJob):
+    """A file that this user may not open, and another, such as the daemon's, perhaps may."""
+
+
 class ProtocolError(RrdError):
     """A peer said something that is no message of ours."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rrd import adapter
-from rrd.errors import BadJob
+from rrd.errors import BadJob, NotReadable
 from rrd.job import JobSpec
 from rrd.safetensors_header import home_of, model_tensors, read_json
 from rrd.text import one_line
@@ -147,11 +147,9 @@ def _model(spec: JobSpec) -> _Model | None:
             return None
         shapes = {name: at.info.shape for name, at in model_tensors(path).items()}
         return _Model(read_json(file) if file.exists() else {}, shapes)
-    except PermissionError:
+    except (PermissionError, NotReadable):
         return None
     except BadJob as e:
-        if isinstance(e.__context__, PermissionError):
-            return None
         raise BadJob(e.message, hint=e.hint, key="model") from None
 
 

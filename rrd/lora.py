@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
+from rrd.adapter import leaf
 from rrd.errors import BadJob
 from rrd.models.layers import Linear, Lora
 from rrd.models.registry import CausalLM
@@ -42,8 +43,8 @@ def attach(
     """
     found = find(model, targets, (*(ranks or {}), *(alphas or {})))
     for name, module in found:
-        r = (ranks or {}).get(_leaf(name), rank)
-        own = (alphas or {}).get(_leaf(name), 2 * r if alpha is None else alpha)
+        r = (ranks or {}).get(leaf(name), rank)
+        own = (alphas or {}).get(leaf(name), 2 * r if alpha is None else alpha)
         scale = own / (math.sqrt(r) if rs else r)
         module.lora = _new(module, name, r, scale=scale, dropout=dropout, seed=seed)
     moved()
@@ -56,16 +57,12 @@ def find(model: CausalLM, targets: Sequence[str], named: Sequence[str] = ()) -> 
     Raises BadJob where one of ``targets``, or of those that are ``named`` beside, is not among them.
     """
     linears = [(n, m) for n, m in model.named_modules() if isinstance(m, Linear)]
-    found = [(n, m) for n, m in linears if _leaf(n) in set(targets)]
-    missing = [t for t in (*targets, *named) if t not in {_leaf(n) for n, _ in found}]
+    found = [(n, m) for n, m in linears if leaf(n) in set(targets)]
+    missing = [t for t in (*targets, *named) if t not in {leaf(n) for n, _ in found}]
     if missing or not found:
         raise BadJob(f"the model has no linear module {missing[0]!r}" if missing else "lora_targets is empty",
-                     key="lora_targets", hint="it has " + ", ".join(sorted({_leaf(n) for n, _ in linears})))
+                     key="lora_targets", hint="it has " + ", ".join(sorted({leaf(n) for n, _ in linears})))
     return found
-
-
-def _leaf(name: str) -> str:
-    return name.rpartition(".")[2]
 
 
 def _new(module: Linear, name: str, rank: int, *, scale: float, dropout: float, seed: int) -> Lora:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, NoReturn
 
 from rrd import roots
-from rrd.errors import BadJob
+from rrd.errors import BadJob, NotReadable
 from rrd.text import one_line
 
 MAX_HEADER = 10 << 20
@@ -89,7 +89,9 @@ def open_file(path: Path) -> BinaryIO:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as e:
-        _refuse(path, f"cannot be opened: {os.strerror(e.errno or 0).lower()}", "check the path and its permissions")
+        kind = NotReadable if isinstance(e, PermissionError) else BadJob
+        raise kind(f"cannot be opened: {os.strerror(e.errno or 0).lower()}", file=str(path),
+                   hint="check the path and its permissions") from None
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         _refuse(path, "is not a regular file", "")

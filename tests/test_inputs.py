@@ -10,7 +10,7 @@ import pytest
 from bridge_toys import make_bridged
 from toys import make_model
 
-from rrd import inputs
+from rrd import inputs, safetensors_header
 from rrd.errors import BadJob
 from rrd.job import JobSpec
 from rrd.models.llama import Llama
@@ -102,13 +102,10 @@ def test_what_is_odd_but_may_be_meant_is_a_warning(box: Path, keys: dict[str, An
 
 
 def test_what_this_user_may_not_read_is_left_to_the_daemon(box: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def closed(path: Path) -> None:
-        try:
-            raise PermissionError(13, "denied")
-        except OSError:
-            raise BadJob("cannot be opened") from None
+    def closed(*_: object) -> None:
+        raise PermissionError(13, "denied")
 
-    monkeypatch.setattr(inputs, "model_tensors", closed)
+    monkeypatch.setattr(safetensors_header.os, "open", closed)
     assert inputs.look(spec(box, lora_targets=["query"])) == []
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rrd.adapter import leaf
 from rrd.errors import BadJob
 from rrd.models.bridge_build import OurConv1D, parts_of, skeleton_of, transformers_module, version
 from rrd.models.bridge_experts import use_int8
@@ -196,7 +197,7 @@ class Bridge:
             raw=dict(config), n_vocab=min(rows, theirs.get_input_embeddings().weight.shape[0]), n_embd=width,
             n_layer=int(getattr(theirs.config, "num_hidden_layers", 1)),
             n_inner=max(max(m.weight.shape) for m in linears.values()),
-            lora_targets=tuple(dict.fromkeys(n.rpartition(".")[2] for n in linears)),
+            lora_targets=tuple(dict.fromkeys(map(leaf, linears))),
             fan_in_fan_out=any(isinstance(m, OurConv1D) for m in linears.values()), shapes=wanted, parts=parts,
             trains_whole=all(n in trainable and parts.get(n) == (n,) for n in wanted))
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from rrd.adapter import CONFIG, PREFIX, WEIGHTS, A, B, leaf
 from rrd.errors import BadJob, Damaged, RrdError
 from rrd.job import JobSpec
 from rrd.models import build
@@ -32,8 +33,7 @@ from rrd.train.tensor_file import entry, read_tensor, stream
 if TYPE_CHECKING:
     from rrd.train.trainer import Trainer
 
-PREFIX, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
-WEIGHTS, CONFIG, OLD_NAME = "adapter_model.safetensors", "adapter_config.json", "adapter.safetensors"
+OLD_NAME = "adapter.safetensors"
 MERGED = "merged/"
 RWKV_WEIGHTS, RWKV_A, RWKV_B = "rwkv_lora.safetensors", ".lora_A", ".lora_B"
 _PROBE = 32
@@ -66,7 +66,7 @@ class AdapterSpec:
 
     def scale(self, path: str, rank: int) -> float:
         """What B A of the module at ``path`` is multiplied by."""
-        return self.alphas.get(_leaf(path), self.alpha) / (rank**0.5 if self.rs else rank)
+        return self.alphas.get(leaf(path), self.alpha) / (rank**0.5 if self.rs else rank)
 
 
 def export(trainer: Trainer, output: str | Path, *, alive: Alive = lambda *_: None) -> list[str]:
@@ -189,20 +189,16 @@ def peft_config(tensors: Mapping[str, Tensor], spec: AdapterSpec) -> dict[str, A
         "task_type": None if spec.rwkv else "CAUSAL_LM",  # what PEFT asks of a causal LM, it asks of transformers' only
         "r": spec.rank, "lora_alpha": int(spec.alpha) if spec.alpha == int(spec.alpha) else spec.alpha,
         "lora_dropout": spec.dropout, "use_rslora": spec.rs, "bias": "none", "fan_in_fan_out": spec.fan_in_fan_out,
-        "init_lora_weights": True, "modules_to_save": None, "target_modules": sorted({_leaf(p) for p in found}),
+        "init_lora_weights": True, "modules_to_save": None, "target_modules": sorted({leaf(p) for p in found}),
         "rank_pattern": _rank_pattern(found, spec.rank), "alpha_pattern": dict(sorted(spec.alphas.items())),
     }
 
 
-def _leaf(path: str) -> str:
-    return path.rpartition(".")[2]
-
-
 def _rank_pattern(found: Mapping[str, int], rank: int) -> dict[str, int]:
     """Ranks other than ``rank``: by last path component where all of that name agree, else by whole path."""
-    of_name = Counter(leaf for leaf, _ in {(_leaf(p), r) for p, r in found.items()})
-    alike = {leaf for leaf, different in of_name.items() if different == 1}
-    return {(_leaf(p) if _leaf(p) in alike else p): r for p, r in found.items() if r != rank}
+    of_name = Counter(name for name, _ in {(leaf(p), r) for p, r in found.items()})
+    alike = {name for name, different in of_name.items() if different == 1}
+    return {(leaf(p) if leaf(p) in alike else p): r for p, r in found.items() if r != rank}
 
 
 def _add_adapter(new: Publication, tensors: Mapping[str, Tensor], spec: AdapterSpec, alive: Alive) -> None:

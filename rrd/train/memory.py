@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from rrd.adapter import leaf
 from rrd.job import JobSpec
 from rrd.models.bridge import BridgeConfig
 from rrd.models.bridge_build import skeleton_of
@@ -73,9 +74,9 @@ def _adapter(spec: JobSpec, files: ModelFiles) -> int:
     targets = spec.lora_targets or lora_targets_of(files.family, files.config)
     total = 0
     for name, shape in files.wanted.items():
-        leaf = name.removesuffix(".weight").rpartition(".")[2]
-        if len(shape) == 2 and leaf in targets:
-            total += spec.lora_ranks.get(leaf, spec.lora_rank) * sum(shape)
+        module = leaf(name.removesuffix(".weight"))
+        if len(shape) == 2 and module in targets:
+            total += spec.lora_ranks.get(module, spec.lora_rank) * sum(shape)
     return total
 
 

@@ -27,7 +27,7 @@ demo: $(VENV)/.done
 demo-clean:
 	rm -rf $(DEMO)
 
-# The figures of docs/benchmarks.md. About an hour; the box should have nothing else to do.
+# The figures of docs/benchmarks.md. An hour or more; the box should have nothing else to do.
 bench: $(VENV)/.done
 	@for b in daemon rotation aggregate train int8 rwkv tokenize gate; do $(BIN)/python tests/bench/bench_$$b.py || exit 1; done
 
@@ -55,8 +55,8 @@ lint: $(VENV)/.done
 	$(BIN)/ruff check .
 	$(BIN)/mypy rrd
 
-# The long half: a thousand kills, every power cut, ten thousand damaged bytes; then the tests marked slow. An hour and a
-# half. `ARGS="--kills 100 --only kills"` for a part of it; docs/reliability.md says what it does.
+# The long half: a thousand kills, every power cut, ten thousand damaged bytes; then the tests marked slow. Two to
+# three hours. `ARGS="--kills 100 --only kills"` for a part of it; docs/reliability.md says what it does.
 campaign: $(VENV)/.done
 	OMP_NUM_THREADS=1 $(BIN)/python tests/campaign/campaign.py $(ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow --timeout 7200 -s $(TESTS)

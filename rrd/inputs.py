@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -114,11 +114,10 @@ class _Model:
         for key in ("lora_targets", "lora_ranks", "lora_alphas"):
             for name in getattr(spec, key) or ():
                 if name not in there:
-                    it_has = ", ".join(sorted({adapter.leaf(path) for path in self.linears}))
-                    said = f"`{key}`: the model has no linear module {name!r}"
+                    error = no_module(name, map(adapter.leaf, self.linears), key)
                     if self.own:
-                        raise BadJob(said, key=key, hint=f"it has {it_has}")
-                    return [f"{said}, as far as its files tell; they have {it_has}"]
+                        raise error
+                    return [f"{error.message}, as far as its files tell: {error.hint}"]
         return []
 
     def _check_positions(self, spec: JobSpec) -> list[str]:
@@ -130,6 +129,12 @@ class _Model:
             raise BadJob(f"`seq_len` is {spec.seq_len}, and the model has positions for {most} tokens", key="seq_len",
                          hint=f"seq_len = {most} at most")
         return [f"`seq_len` is {spec.seq_len}, and the model was made for up to {most} tokens"]
+
+
+def no_module(name: str, there: Iterable[str], key: str = "lora_targets") -> BadJob:
+    """The sentence for a module that is to be adapted, and is not among those ``there``."""
+    return BadJob(f"`{key}`: the model has no linear module {name!r}", key=key,
+                  hint="it has " + ", ".join(sorted(set(there))))
 
 
 def no_pieces(kind: str) -> BadJob:

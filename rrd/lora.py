@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from rrd.adapter import leaf
-from rrd.errors import BadJob
+from rrd.inputs import no_module
 from rrd.models.layers import Linear, Lora
 from rrd.models.registry import CausalLM
 from rrd.ops.grad import moved
@@ -59,9 +59,8 @@ def find(model: CausalLM, targets: Sequence[str], named: Sequence[str] = ()) -> 
     linears = [(n, m) for n, m in model.named_modules() if isinstance(m, Linear)]
     found = [(n, m) for n, m in linears if leaf(n) in set(targets)]
     missing = [t for t in (*targets, *named) if t not in {leaf(n) for n, _ in found}]
-    if missing or not found:
-        raise BadJob(f"the model has no linear module {missing[0]!r}" if missing else "lora_targets is empty",
-                     key="lora_targets", hint="it has " + ", ".join(sorted({leaf(n) for n, _ in linears})))
+    if missing:
+        raise no_module(missing[0], (leaf(n) for n, _ in linears))
     return found
 
 

@@ -94,7 +94,7 @@ def test_what_is_right_or_not_there_yet_is_not_refused(box: Path, keys: dict[str
 @pytest.mark.parametrize(("keys", "said"), [
     ({"eval_data": "a.jsonl"}, "`eval_data` is the text that it trains on"),
     ({"seq_len": 2049}, "`seq_len` is 2049, and the model was made for up to 2048 tokens"),
-    ({"model": "gpt2", "lora_targets": ["q_proj"]}, "no linear module 'q_proj', as far as its files tell; they"),
+    ({"model": "gpt2", "lora_targets": ["q_proj"]}, "no linear module 'q_proj', as far as its files tell: it has"),
 ])
 def test_what_is_odd_but_may_be_meant_is_a_warning(box: Path, keys: dict[str, Any], said: str) -> None:
     [sentence] = inputs.look(spec(box, **keys))

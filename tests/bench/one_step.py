@@ -1,10 +1,8 @@
-"""``one_step.py MODEL KEYS [MODEL KEYS …]``: a step of a job, as a worker runs it; prints the bytes that it took at the
-peak, and those that were estimated. ``bench_memory.py`` and ``tests/train/test_memory.py`` run it."""
+"""``one_step.py MODEL KEYS``: a step of a job, as a worker runs it; prints the bytes that it took at the peak, and those
+that were estimated. ``bench_memory.py`` and ``tests/train/test_memory.py`` run it."""
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import json
 import sys
 import tempfile
@@ -17,7 +15,6 @@ import rrd.worker.loop  # noqa: F401 (all that a worker has before it loads anyt
 from rrd.job import JobSpec
 from rrd.models import dtypes, load_base
 from rrd.models.files import inspect
-from rrd.train import loss
 from rrd.train.memory import estimate
 from rrd.train.state import Staging
 from rrd.train.step import Batch
@@ -67,8 +64,4 @@ def held(what: str) -> int:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
-    for model, keys in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
-        print(*one_step(model, json.loads(keys)))
-        loss.release()
-        gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)  # or the next would find room that it has not asked the system for
+    print(*one_step(sys.argv[1], json.loads(sys.argv[2])))

@@ -1,5 +1,5 @@
-"""``one_step.py MODEL KEYS``: a step of a job, as a worker runs it; prints the bytes that it took at the peak, and those
-that were estimated. ``bench_memory.py`` and ``tests/train/test_memory.py`` run it."""
+"""``one_step.py MODEL KEYS``: a step of a job, as a worker runs it; prints the bytes that it took at the peak, and
+those that were estimated. ``bench_memory.py`` and ``tests/train/test_memory.py`` run it."""
 
 from __future__ import annotations
 

@@ -149,8 +149,9 @@ def write_rwkv_script(demo: Path, state: Path) -> Path | None:
 
 def check(script: Path) -> None:
     """Run ``script`` as a reader would. Raises Damaged when it fails."""
-    one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}  # on a busy machine two threads wait for each other for minutes
-    if subprocess.run([sys.executable, "-W", "ignore", str(script)], env=one_thread).returncode != 0:
+    quiet = {**os.environ, "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+             "OMP_NUM_THREADS": "1"}  # on a busy machine two threads wait for each other for minutes
+    if subprocess.run([sys.executable, "-W", "ignore", str(script)], env=quiet).returncode != 0:
         raise Damaged(f"{_short(script)} does not run", hint="its error is printed above")
 
 

@@ -8,12 +8,14 @@
 //     u_i = S_i . a;   S_i <- S_i * d + u_i b + v_i k;   y_i = S_i . r
 // Rows never meet, so a row is read and written once a token, and all of S (16 KB) stays in the first-level cache.
 //
-// Every function works on heads [first, last) of B * H; what it writes for one head it writes for no other, so callers
-// may split the heads over threads.
+// What is called from Python takes its work in units that share nothing they write: a head of a sample, a piece of one,
+// a vector. They are split over the threads that torch multiplies with.
 
+#include <atomic>
 #include <cstdint>
 #include <cstring>
 #include <cmath>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -34,6 +36,28 @@ constexpr int CHUNK = 32;   // tokens between the states that forward keeps; bac
 constexpr float DECAY = -0.6065306597126334f;  // -e^-1/2
 
 typedef uint16_t bf16;
+
+// ---- threads --------------------------------------------------------------------------------------------------------
+
+// Of the OpenMP library that torch has loaded. Between products its threads wait for work by spinning: threads of our own
+// would have to share the cores with them.
+extern "C" {
+void GOMP_parallel(void (*)(void*), void*, unsigned, unsigned) __attribute__((weak));
+int omp_get_thread_num() __attribute__((weak));
+int omp_get_num_threads() __attribute__((weak));
+}
+
+// work(from, to) for parts of [0, units), on up to that many threads; on one where there is no OpenMP.
+template <class Work> static void spread(long units, long threads, Work work) {
+  if (threads > units) threads = units;
+  if (threads <= 1 || !GOMP_parallel || !omp_get_thread_num || !omp_get_num_threads) return work(0, units);
+  struct Task { Work& work; long units; } task{work, units};
+  GOMP_parallel([](void* given) {
+    const Task& t = *static_cast<Task*>(given);
+    const long i = omp_get_thread_num(), n = omp_get_num_threads();
+    t.work(t.units * i / n, t.units * (i + 1) / n);
+  }, &task, unsigned(threads), 0);
+}
 
 // ---- vectors --------------------------------------------------------------------------------------------------------
 
@@ -235,8 +259,8 @@ template <class Ends> static void backward(Ends& ends, long T, const float* kept
     alignas(64) float u[CHUNK][N], y[CHUNK][N], dS[N * N], dy[N];
     alignas(64) TokenGrad g;
   };
-  std::vector<Work> room(1);
-  Work& w = room[0];
+  const std::unique_ptr<Work> room(new Work);  // 600 KB that nobody needs to clear
+  Work& w = *room;
   start(w.dS, dlast);
   for (long c = (T + CHUNK - 1) / CHUNK - 1; c >= 0; c--) {
     const long from = c * CHUNK, n = T - from < CHUNK ? T - from : CHUNK;
@@ -481,56 +505,85 @@ template <class X> static void mix_backward(const X* const* in, const float* con
 
 constexpr int MIXES = 6;
 
-// One sequence of T rows of C channels. `before` [C] is what stood before the first row, null for zeros. Writes out[s]
-// [T, C], the last normed row, and mean and 1/std of each row.
-template <class X> static void shift_forward(const X* x, const float* w, const float* b, const float* const* mu, int n_mu,
-                                             const X* before, X* const* out, X* last, float* stats, long T, long C, float eps) {
-  std::vector<float> room(2 * C);
-  float *now = room.data(), *then = now + C;
-  for (long c = 0; c < C; c += W) store(then + c, before ? load(before + c) : splat(0.f));
-  for (long t = 0; t < T; t++) {
-    const X* xt = x + t * C;
-    vec s{};
-    for (long c = 0; c < C; c += W) s += load(xt + c);
-    const float mean = sum(s) / C;
-    vec q{};
-    for (long c = 0; c < C; c += W) { const vec e = load(xt + c) - mean; q += e * e; }
-    const float rstd = 1.f / std::sqrt(sum(q) / C + eps);
-    stats[2 * t] = mean; stats[2 * t + 1] = rstd;
-    for (long c = 0; c < C; c += W) store(now + c, (load(xt + c) - mean) * rstd * load(w + c) + load(b + c));
-    for (int m = 0; m < n_mu; m++)
-      for (long c = 0; c < C; c += W) {
-        const vec n = load(now + c);
-        store(out[m] + t * C + c, n + (load(then + c) - n) * load(mu[m] + c));
-      }
-    float* swap = now; now = then; then = swap;
-  }
-  for (long c = 0; c < C; c += W) store(last + c, load(then + c));
+constexpr long PIECE = 64;  // rows that one thread takes; sums over rows are of pieces first, whoever takes them
+
+struct Norm { const float *w, *b, *const *mu; long n_mu, C; };
+
+// Mean and 1/std of a row.
+template <class X> static inline void moments(const X* x, long C, float eps, float* stats) {
+  vec s{}, q{};
+  for (long c = 0; c < C; c += W) s += load(x + c);
+  const float mean = sum(s) / C;
+  for (long c = 0; c < C; c += W) { const vec e = load(x + c) - mean; q += e * e; }
+  stats[0] = mean; stats[1] = 1.f / std::sqrt(sum(q) / C + eps);
+}
+template <class X> static inline void normed(const X* x, const float* stats, const Norm& p, float* to) {
+  for (long c = 0; c < p.C; c += W) store(to + c, (load(x + c) - stats[0]) * stats[1] * load(p.w + c) + load(p.b + c));
+}
+template <class X> static inline void given(const X* row, long C, float* to) {  // null: zeros
+  for (long c = 0; c < C; c += W) store(to + c, row ? load(row + c) : splat(0.f));
 }
 
-// dx [T, C] and dbefore [C] are overwritten; dmu [n_mu, C], dw, db [C] are added to. dlast [C] may be null.
-template <class X> static void shift_backward(const X* x, const float* stats, const float* w, const float* b,
-                                              const float* const* mu, int n_mu, const X* before, const X* const* dout,
-                                              const X* dlast, X* dx, X* dbefore, float* dmu, float* dw, float* db, long T,
-                                              long C) {
+// Rows [from, to) of one sequence of T. `before` [C] is what stood before the first row, null for zeros. Writes out[s]
+// [T, C], the last normed row, and mean and 1/std of each row.
+template <class X> static void shift_forward(const X* x, const Norm& p, const X* before, X* const* out, X* last,
+                                             float* stats, long T, float eps, long from, long to) {
+  const long C = p.C;
+  std::vector<float> room(2 * C);
+  float *now = room.data(), *then = now + C;
+  if (from) {
+    float of_then[2];
+    moments(x + (from - 1) * C, C, eps, of_then);
+    normed(x + (from - 1) * C, of_then, p, then);
+  } else {
+    given(before, C, then);
+  }
+  for (long t = from; t < to; t++) {
+    moments(x + t * C, C, eps, stats + 2 * t);
+    normed(x + t * C, stats + 2 * t, p, now);
+    for (long m = 0; m < p.n_mu; m++)
+      for (long c = 0; c < C; c += W) {
+        const vec n = load(now + c);
+        store(out[m] + t * C + c, n + (load(then + c) - n) * load(p.mu[m] + c));
+      }
+    std::swap(now, then);
+  }
+  if (to == T)
+    for (long c = 0; c < C; c += W) store(last + c, load(then + c));
+}
+
+// Back over rows [from, to). dx [T, C] and dbefore [C] are overwritten; so is dparams [2 + n_mu, C], these rows' part of
+// the gradients of weight, bias and each mu. dlast [C] may be null.
+template <class X> static void shift_backward(const X* x, const float* stats, const Norm& p, const X* before,
+                                              const X* const* dout, const X* dlast, X* dx, X* dbefore, float* dparams,
+                                              long T, long from, long to) {
+  const long C = p.C;
   std::vector<float> room(4 * C);
   float *carry = room.data(), *now = carry + C, *then = now + C, *dn = then + C;
-  auto normed = [&](long t, float* to) {
-    for (long c = 0; c < C; c += W)
-      store(to + c, t < 0 ? (before ? load(before + c) : splat(0.f))
-                          : (load(x + t * C + c) - stats[2 * t]) * stats[2 * t + 1] * load(w + c) + load(b + c));
+  float *dw = dparams, *db = dw + C, *dmu = db + C;
+  std::memset(dparams, 0, (2 + p.n_mu) * C * sizeof(float));
+  auto row_before = [&](long t, float* to) {
+    if (t) normed(x + (t - 1) * C, stats + 2 * (t - 1), p, to); else given(before, C, to);
   };
-  for (long c = 0; c < C; c += W) store(carry + c, dlast ? load(dlast + c) : splat(0.f));
-  if (T) normed(T - 1, now);
-  for (long t = T - 1; t >= 0; t--) {
+  if (to == T) {
+    given(dlast, C, carry);
+  } else {
+    for (long c = 0; c < C; c += W) {
+      vec back{};
+      for (long m = 0; m < p.n_mu; m++) back += load(dout[m] + to * C + c) * load(p.mu[m] + c);
+      store(carry + c, back);
+    }
+  }
+  row_before(to, now);
+  for (long t = to - 1; t >= from; t--) {
     const float mean = stats[2 * t], rstd = stats[2 * t + 1];
-    normed(t - 1, then);
+    row_before(t, then);
     vec along{}, level{};
     for (long c = 0; c < C; c += W) {
       vec d = load(carry + c), back{};
       const vec difference = load(then + c) - load(now + c);
-      for (int m = 0; m < n_mu; m++) {
-        const vec g = load(dout[m] + t * C + c), moved = g * load(mu[m] + c);
+      for (long m = 0; m < p.n_mu; m++) {
+        const vec g = load(dout[m] + t * C + c), moved = g * load(p.mu[m] + c);
         d += g - moved;
         back += moved;
         float* at = dmu + m * C + c;
@@ -540,7 +593,7 @@ template <class X> static void shift_backward(const X* x, const float* stats, co
       const vec hat = (load(x + t * C + c) - mean) * rstd;
       store(dw + c, load(dw + c) + d * hat);
       store(db + c, load(db + c) + d);
-      d = d * load(w + c);
+      d = d * load(p.w + c);
       store(dn + c, d);
       level += d;
       along += d * hat;
@@ -550,33 +603,37 @@ template <class X> static void shift_backward(const X* x, const float* stats, co
       const vec hat = (load(x + t * C + c) - mean) * rstd;
       store(dx + t * C + c, (load(dn + c) - m - hat * a) * rstd);
     }
-    float* swap = now; now = then; then = swap;
+    std::swap(now, then);
   }
-  for (long c = 0; c < C; c += W) store(dbefore + c, load(carry + c));
+  if (!from)
+    for (long c = 0; c < C; c += W) store(dbefore + c, load(carry + c));
 }
 
-template <class X> static void norm_shift_forward(const X* x, const float* w, const float* b, const float* const* mu, long n_mu,
-                                                  const X* before, X* const* out, X* last, float* stats, long T, long C,
-                                                  float eps, long from, long to) {
+static inline long pieces(long T) { return (T + PIECE - 1) / PIECE; }
+
+// Units are the pieces of B sequences, one after another.
+template <class X> static void norm_shift_forward(const X* x, const Norm& p, const X* before, X* const* out, X* last,
+                                                  float* stats, long T, float eps, long from, long to) {
   for (long i = from; i < to; i++) {
+    const long b = i / pieces(T), first = i % pieces(T) * PIECE, end = first + PIECE < T ? first + PIECE : T;
     X* outs[MIXES];
-    for (int m = 0; m < n_mu; m++) outs[m] = out[m] + i * T * C;
-    shift_forward<X>(x + i * T * C, w, b, mu, n_mu, before ? before + i * C : nullptr, outs, last + i * C, stats + i * T * 2,
-                     T, C, eps);
+    for (long m = 0; m < p.n_mu; m++) outs[m] = out[m] + b * T * p.C;
+    shift_forward<X>(x + b * T * p.C, p, before ? before + b * p.C : nullptr, outs, last + b * p.C, stats + b * T * 2, T,
+                     eps, first, end);
   }
 }
 
-// dparams [B, 2 + n_mu, C]: of the norm's weight and bias, then of each mu. Zeros when this is called.
-template <class X> static void norm_shift_backward(const X* x, const float* stats, const float* w, const float* b,
-                                                   const float* const* mu, long n_mu, const X* before, const X* const* dout,
-                                                   const X* dlast, X* dx, X* dbefore, float* dparams, long T, long C,
-                                                   long from, long to) {
+// dparams [B, pieces, 2 + n_mu, C].
+template <class X> static void norm_shift_backward(const X* x, const float* stats, const Norm& p, const X* before,
+                                                   const X* const* dout, const X* dlast, X* dx, X* dbefore, float* dparams,
+                                                   long T, long from, long to) {
   for (long i = from; i < to; i++) {
+    const long b = i / pieces(T), first = i % pieces(T) * PIECE, end = first + PIECE < T ? first + PIECE : T;
     const X* douts[MIXES];
-    for (int m = 0; m < n_mu; m++) douts[m] = dout[m] + i * T * C;
-    float* dp = dparams + i * (2 + n_mu) * C;
-    shift_backward<X>(x + i * T * C, stats + i * T * 2, w, b, mu, n_mu, before ? before + i * C : nullptr, douts,
-                      dlast ? dlast + i * C : nullptr, dx + i * T * C, dbefore + i * C, dp + 2 * C, dp, dp + C, T, C);
+    for (long m = 0; m < p.n_mu; m++) douts[m] = dout[m] + b * T * p.C;
+    shift_backward<X>(x + b * T * p.C, stats + b * T * 2, p, before ? before + b * p.C : nullptr, douts,
+                      dlast ? dlast + b * p.C : nullptr, dx + b * T * p.C, dbefore + b * p.C,
+                      dparams + i * (2 + p.n_mu) * p.C, T, first, end);
   }
 }
 
@@ -600,49 +657,71 @@ extern "C" {
 
 int rrd_vector_floats() { return W; }
 int rrd_chunk() { return CHUNK; }
+int rrd_piece() { return PIECE; }
+
+int rrd_team(long threads) {  // how many threads share as many units
+  std::atomic<int> parts{0};
+  spread(threads, threads, [&](long, long) { parts++; });
+  return parts;
+}
 
 void rrd_wkv7_forward(const float* const* in, const float* first, float* y, float* kept, float* last, long T, long H,
-                      long from, long to) {
+                      long units, long threads) {
   const long chunks = (T + CHUNK - 1) / CHUNK, S = N * N;
-  for (long i = from; i < to; i++) {
-    Plain p = plain(in, nullptr, &y, i / H * T * H * N + i % H * N, H * N);
-    forward(p, T, first ? first + i * S : nullptr, kept ? kept + i * chunks * S : nullptr, last + i * S);
-  }
+  spread(units, threads, [=](long from, long to) {
+    for (long i = from; i < to; i++) {
+      float* out = y;
+      Plain p = plain(in, nullptr, &out, i / H * T * H * N + i % H * N, H * N);
+      forward(p, T, first ? first + i * S : nullptr, kept ? kept + i * chunks * S : nullptr, last + i * S);
+    }
+  });
 }
 
 void rrd_wkv7_backward(const float* const* in, const float* kept, const float* dy, const float* dlast, float* const* din,
-                       float* dfirst, long T, long H, long from, long to) {
+                       float* dfirst, long T, long H, long units, long threads) {
   const long chunks = (T + CHUNK - 1) / CHUNK, S = N * N;
-  for (long i = from; i < to; i++) {
-    Plain p = plain(in, dy, din, i / H * T * H * N + i % H * N, H * N);
-    backward(p, T, kept + i * chunks * S, dlast ? dlast + i * S : nullptr, dfirst + i * S);
-  }
+  spread(units, threads, [=](long from, long to) {
+    for (long i = from; i < to; i++) {
+      Plain p = plain(in, dy, din, i / H * T * H * N + i % H * N, H * N);
+      backward(p, T, kept + i * chunks * S, dlast ? dlast + i * S : nullptr, dfirst + i * S);
+    }
+  });
 }
 
 #define FOR_TYPE(suffix, X)                                                                                                  \
   void rrd_time_mix_forward_##suffix(const X* const* in, const float* const* params, const float* first, X* out,           \
-                                     float* kept, float* last, long T, long H, long from, long to) {                       \
-    mix_forward<X>(in, params, first, out, kept, last, T, H, from, to);                                                      \
+                                     float* kept, float* last, long T, long H, long units, long threads) {                 \
+    spread(units, threads, [=](long from, long to) {                                                                         \
+      mix_forward<X>(in, params, first, out, kept, last, T, H, from, to);                                                    \
+    });                                                                                                                      \
   }                                                                                                                          \
   void rrd_time_mix_backward_##suffix(const X* const* in, const float* const* params, const float* kept, const X* dout,    \
                                       const float* dlast, X* const* din, float* dparams, float* dfirst, long T, long H,   \
-                                      long from, long to) {                                                                  \
-    mix_backward<X>(in, params, kept, dout, dlast, din, dparams, dfirst, T, H, from, to);                                    \
+                                      long units, long threads) {                                                            \
+    spread(units, threads, [=](long from, long to) {                                                                         \
+      mix_backward<X>(in, params, kept, dout, dlast, din, dparams, dfirst, T, H, from, to);                                  \
+    });                                                                                                                      \
   }                                                                                                                          \
   void rrd_norm_shift_forward_##suffix(const X* x, const float* w, const float* b, const float* const* mu, long n_mu,     \
                                        const X* before, X* const* out, X* last, float* stats, long T, long C, float eps,  \
-                                       long from, long to) {                                                                 \
-    norm_shift_forward<X>(x, w, b, mu, n_mu, before, out, last, stats, T, C, eps, from, to);                                 \
+                                       long units, long threads) {                                                           \
+    spread(units, threads, [=](long from, long to) {                                                                         \
+      norm_shift_forward<X>(x, {w, b, mu, n_mu, C}, before, out, last, stats, T, eps, from, to);                             \
+    });                                                                                                                      \
   }                                                                                                                          \
   void rrd_norm_shift_backward_##suffix(const X* x, const float* stats, const float* w, const float* b,                    \
                                         const float* const* mu, long n_mu, const X* before, const X* const* dout,         \
-                                        const X* dlast, X* dx, X* dbefore, float* dparams, long T, long C, long from,     \
-                                        long to) {                                                                           \
-    norm_shift_backward<X>(x, stats, w, b, mu, n_mu, before, dout, dlast, dx, dbefore, dparams, T, C, from, to);             \
+                                        const X* dlast, X* dx, X* dbefore, float* dparams, long T, long C, long units,     \
+                                        long threads) {                                                                      \
+    spread(units, threads, [=](long from, long to) {                                                                         \
+      norm_shift_backward<X>(x, stats, {w, b, mu, n_mu, C}, before, dout, dlast, dx, dbefore, dparams, T, from, to);         \
+    });                                                                                                                      \
   }                                                                                                                          \
-  void rrd_relu2_forward_##suffix(X* h, X* y, long from, long to) { relu2_forward<X>(h, y, from * W, to * W); }             \
-  void rrd_relu2_backward_##suffix(const X* relu, const X* dy, X* dh, long from, long to) {                                  \
-    relu2_backward<X>(relu, dy, dh, from * W, to * W);                                                                       \
+  void rrd_relu2_forward_##suffix(X* h, X* y, long units, long threads) {                                                    \
+    spread(units, threads, [=](long from, long to) { relu2_forward<X>(h, y, from * W, to * W); });                           \
+  }                                                                                                                          \
+  void rrd_relu2_backward_##suffix(const X* relu, const X* dy, X* dh, long units, long threads) {                            \
+    spread(units, threads, [=](long from, long to) { relu2_backward<X>(relu, dy, dh, from * W, to * W); });                  \
   }
 
 FOR_TYPE(f32, float)

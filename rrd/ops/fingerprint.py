@@ -23,9 +23,10 @@ class Library(Protocol):
     """What is needed of ``rrd.ops.native.Kernels``."""
 
     chunk: int
+    piece: int
     lanes: int
 
-    def __call__(self, function: str, *args: object) -> None: ...
+    def __call__(self, function: str, *args: object, units: int) -> None: ...
 
 
 def fingerprint(k: Library) -> str:
@@ -61,9 +62,9 @@ def _wkv7(k: Library, wave: _Wave) -> Iterator[Tensor]:
     xs[1] = -xs[1].abs()
     first, y = wave(B, H, N, N), torch.zeros(B, T, H, N)
     kept, last = _states(k)
-    k("rrd_wkv7_forward", xs, first, y, kept, last, T, H, 0, B * H)
+    k("rrd_wkv7_forward", xs, first, y, kept, last, T, H, units=B * H)
     grads, dfirst = [torch.zeros(B, T, H, N) for _ in xs], torch.zeros(B, H, N, N)
-    k("rrd_wkv7_backward", xs, kept, wave(B, T, H, N), wave(B, H, N, N), grads, dfirst, T, H, 0, B * H)
+    k("rrd_wkv7_backward", xs, kept, wave(B, T, H, N), wave(B, H, N, N), grads, dfirst, T, H, units=B * H)
     yield from (y, last, *grads, dfirst)
 
 
@@ -73,8 +74,8 @@ def _parts(k: Library, wave: _Wave, dtype: torch.dtype, suffix: str) -> Iterator
     yield from _norm_shift(k, wave, dtype, suffix)
     h, dy = wave(T, C, dtype=dtype), wave(T, C, dtype=dtype)
     y, dh, n = torch.zeros_like(h), torch.zeros_like(h), T * C // k.lanes
-    k(f"rrd_relu2_forward_{suffix}", h, y, 0, n)
-    k(f"rrd_relu2_backward_{suffix}", h, dy, dh, 0, n)
+    k(f"rrd_relu2_forward_{suffix}", h, y, units=n)
+    k(f"rrd_relu2_backward_{suffix}", h, dy, dh, units=n)
     yield from (y, dh)
 
 
@@ -84,11 +85,11 @@ def _time_mix(k: Library, wave: _Wave, dtype: torch.dtype, suffix: str, *, mixes
     params = [None if i == 2 and absent else wave(C) for i in range(8)]
     first, y = wave(B, H, N, N), torch.zeros(B, T, C, dtype=dtype)
     kept, last = _states(k)
-    k(f"rrd_time_mix_forward_{suffix}", xs, params, first, y, kept, last, T, H, 0, B * H)
+    k(f"rrd_time_mix_forward_{suffix}", xs, params, first, y, kept, last, T, H, units=B * H)
     grads = [None if x is None else torch.zeros_like(x) for x in xs]
     dparams, dfirst = torch.zeros(B, H, 8, N), torch.zeros(B, H, N, N)
     k(f"rrd_time_mix_backward_{suffix}", xs, params, kept, wave(B, T, C, dtype=dtype), wave(B, H, N, N), grads, dparams,
-      dfirst, T, H, 0, B * H)
+      dfirst, T, H, units=B * H)
     yield from (y, last, *(g for g in grads if g is not None), dparams, dfirst)
 
 
@@ -96,8 +97,10 @@ def _norm_shift(k: Library, wave: _Wave, dtype: torch.dtype, suffix: str) -> Ite
     x, before = wave(B, T, C, dtype=dtype), wave(B, C, dtype=dtype)
     weight, bias, *mus = (wave(C) for _ in range(2 + MIXES))
     outs, last, stats = [torch.zeros_like(x) for _ in mus], torch.zeros_like(before), torch.zeros(B, T, 2)
-    k(f"rrd_norm_shift_forward_{suffix}", x, weight, bias, mus, MIXES, before, outs, last, stats, T, C, 1e-5, 0, B)
-    dx, dbefore, dparams = torch.zeros_like(x), torch.zeros_like(before), torch.zeros(B, 2 + MIXES, C)
+    pieces = -(-T // k.piece)
+    k(f"rrd_norm_shift_forward_{suffix}", x, weight, bias, mus, MIXES, before, outs, last, stats, T, C, 1e-5,
+      units=B * pieces)
+    dx, dbefore, dparams = torch.zeros_like(x), torch.zeros_like(before), torch.zeros(B, pieces, 2 + MIXES, C)
     k(f"rrd_norm_shift_backward_{suffix}", x, stats, weight, bias, mus, MIXES, before,
-      [wave(B, T, C, dtype=dtype) for _ in mus], wave(B, C, dtype=dtype), dx, dbefore, dparams, T, C, 0, B)
+      [wave(B, T, C, dtype=dtype) for _ in mus], wave(B, C, dtype=dtype), dx, dbefore, dparams, T, C, units=B * pieces)
     yield from (*outs, last, stats, dx, dbefore, dparams)

@@ -19,7 +19,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -54,33 +53,16 @@ class Kernels:
         """Tokens between the states that a forward pass keeps."""
         self.lanes = int(self._library.rrd_vector_floats())
         """Floats in the processor's vector: sizes must be multiples of it."""
+        self.piece = int(self._library.rrd_piece())
+        """Tokens of a sample that are one unit of ``norm_shift``."""
         self.name = fingerprint(self)
 
-    def __call__(self, function: str, *args: object) -> None:
-        """Call one of the library's functions. Tensors and lists of them become pointers, ints are longs."""
-        getattr(self._library, function)(*(_argument(a) for a in args))
+    def __call__(self, function: str, *args: object, units: int) -> None:
+        """Call one of the library's functions, its ``units`` of work split over torch's threads.
 
-    def spread(self, function: str, units: int, *args: object) -> None:
-        """The same for functions whose last two arguments are a range of ``units``: split over torch's threads."""
-        threads = min(torch.get_num_threads(), units)
-        bounds = [units * i // threads for i in range(threads + 1)]
-        if threads <= 1:
-            self(function, *args, 0, units)
-            return
-        given = [_argument(a) for a in args]
-        call = getattr(self._library, function)
-        list(_pool(threads).map(
-            lambda i: call(*given, ctypes.c_long(bounds[i]), ctypes.c_long(bounds[i + 1])), range(threads)))
-
-
-_pools: dict[tuple[int, int], ThreadPoolExecutor] = {}
-
-
-def _pool(threads: int) -> ThreadPoolExecutor:
-    key = os.getpid(), threads  # threads do not live on in a forked process
-    if key not in _pools:
-        _pools[key] = ThreadPoolExecutor(threads, "rrd-kernels")
-    return _pools[key]
+        Tensors and lists of them become pointers, ints are longs.
+        """
+        getattr(self._library, function)(*(_argument(a) for a in (*args, units, torch.get_num_threads())))
 
 
 def _argument(a: object) -> object:
@@ -146,7 +128,7 @@ def _checked(file: Path) -> Kernels:
     expected, last = wkv7(r, log_d, k_, v, a, b)
     xs = [x.float().contiguous() for x in (r, log_d, k_, v, a, b)]
     y, state = torch.empty(1, T, H, N), torch.empty(1, H, N, N)
-    k.spread("rrd_wkv7_forward", H, xs, None, y, None, state, T, H)
+    k("rrd_wkv7_forward", xs, None, y, None, state, T, H, units=H)
     if not (torch.allclose(y.double(), expected, atol=1e-5) and torch.allclose(state.double(), last, atol=1e-5)):
         raise NoKernels("the compiled kernels do not compute what they should")
     return k

@@ -79,7 +79,7 @@ class _WKV7(torch.autograd.Function):
         B, T, H, _ = r.shape
         y, last = torch.empty_like(r), r.new_empty(B, H, 64, 64)
         kept = _kept(lib, any(ctx.needs_input_grad), B, H, T)
-        lib.spread("rrd_wkv7_forward", B * H, xs, state, y, kept, last, T, H)
+        lib("rrd_wkv7_forward", xs, state, y, kept, last, T, H, units=B * H)
         ctx.lib = lib
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*xs, kept)
@@ -92,7 +92,7 @@ class _WKV7(torch.autograd.Function):
         dy = torch.zeros_like(xs[0]) if dy is None else dy.contiguous()
         dlast = None if dlast is None else dlast.contiguous()
         grads, dfirst = [torch.empty_like(x) for x in xs], kept.new_empty(B, H, 64, 64)
-        ctx.lib.spread("rrd_wkv7_backward", B * H, xs, kept, dy, dlast, grads, dfirst, T, H)
+        ctx.lib("rrd_wkv7_backward", xs, kept, dy, dlast, grads, dfirst, T, H, units=B * H)
         return None, *grads, dfirst if ctx.needs_input_grad[-1] else None
 
 
@@ -127,8 +127,8 @@ class _TimeMix(torch.autograd.Function):
         params = [None if p is None else _flat(p) for p in core]
         y, last = torch.empty_like(r), torch.empty(B, H, 64, 64)
         kept = _kept(lib, any(ctx.needs_input_grad), B, H, T)
-        lib.spread(f"rrd_time_mix_forward_{_SUFFIX[r.dtype]}", B * H, xs, params,
-                   None if state is None else state.contiguous(), y, kept, last, T, H)
+        lib(f"rrd_time_mix_forward_{_SUFFIX[r.dtype]}", xs, params, None if state is None else state.contiguous(), y,
+            kept, last, T, H, units=B * H)
         ctx.lib, ctx.core = lib, core
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*xs, kept)
@@ -143,8 +143,8 @@ class _TimeMix(torch.autograd.Function):
         grads = [None if x is None else torch.empty_like(x) for x in xs]
         dparams, dfirst = torch.empty(B, H, len(core), 64), torch.empty(B, H, 64, 64)
         params = [None if p is None else _flat(p) for p in core]
-        ctx.lib.spread(f"rrd_time_mix_backward_{_SUFFIX[r.dtype]}", B * H, xs, params, kept, dy,
-                       None if dlast is None else dlast.contiguous(), grads, dparams, dfirst, T, H)
+        ctx.lib(f"rrd_time_mix_backward_{_SUFFIX[r.dtype]}", xs, params, kept, dy,
+                None if dlast is None else dlast.contiguous(), grads, dparams, dfirst, T, H, units=B * H)
         if _first_trained(core) is not None:
             _give(core, list(dparams.sum(0).unbind(1)))
         return None, None, None, dfirst if ctx.needs_input_grad[3] else None, *grads
@@ -176,8 +176,8 @@ class _NormShift(torch.autograd.Function):
         weight, bias, *mus = (_flat(p) for p in params)
         outs, last = [torch.empty_like(x) for _ in mus], x.new_empty(B, C)
         stats = torch.empty(B, T, 2)
-        lib.spread(f"rrd_norm_shift_forward_{_SUFFIX[x.dtype]}", B, x, weight, bias, mus, len(mus), before, outs, last,
-                   stats, T, C, eps)
+        lib(f"rrd_norm_shift_forward_{_SUFFIX[x.dtype]}", x, weight, bias, mus, len(mus), before, outs, last, stats, T,
+            C, eps, units=B * -(-T // lib.piece))
         ctx.lib, ctx.params = lib, params
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, before, stats)
@@ -191,9 +191,10 @@ class _NormShift(torch.autograd.Function):
         *douts, dlast = (None if g is None else g.contiguous() for g in grads)
         douts = [torch.zeros_like(x) if g is None else g for g in douts]
         dx, dbefore = torch.empty_like(x), x.new_empty(B, C)
-        dparams = torch.zeros(B, len(ctx.params), C)
-        ctx.lib.spread(f"rrd_norm_shift_backward_{_SUFFIX[x.dtype]}", B, x, stats, weight, bias, mus, len(mus), before,
-                       douts, dlast, dx, dbefore, dparams, T, C)
+        pieces = -(-T // ctx.lib.piece)
+        dparams = torch.empty(B * pieces, len(ctx.params), C)
+        ctx.lib(f"rrd_norm_shift_backward_{_SUFFIX[x.dtype]}", x, stats, weight, bias, mus, len(mus), before, douts,
+                dlast, dx, dbefore, dparams, T, C, units=B * pieces)
         if _first_trained(ctx.params) is not None:
             _give(ctx.params, list(dparams.sum(0)))
         return None, None, None, None, dx, None if before is None else dbefore
@@ -215,7 +216,7 @@ class _Relu2(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, lib: Kernels, h: Tensor) -> Tensor:
         y = torch.empty_like(h)
-        lib.spread(f"rrd_relu2_forward_{_SUFFIX[h.dtype]}", h.numel() // lib.lanes, h, y)  # h is relu(h) now
+        lib(f"rrd_relu2_forward_{_SUFFIX[h.dtype]}", h, y, units=h.numel() // lib.lanes)  # h is relu(h) now
         ctx.lib = lib
         ctx.save_for_backward(h)
         return y
@@ -224,5 +225,5 @@ class _Relu2(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor]:
         (h,) = ctx.saved_tensors
         dh = torch.empty_like(h)
-        ctx.lib.spread(f"rrd_relu2_backward_{_SUFFIX[h.dtype]}", h.numel() // ctx.lib.lanes, h, dy.contiguous(), dh)
+        ctx.lib(f"rrd_relu2_backward_{_SUFFIX[h.dtype]}", h, dy.contiguous(), dh, units=h.numel() // ctx.lib.lanes)
         return None, dh

@@ -118,7 +118,7 @@ class AdamW:
 
     def grad_norm(self) -> float:
         """The L2 norm of the window's gradient."""
-        return float(torch.linalg.vector_norm(self.gather()))
+        return float(_norm(self.gather()))
 
     @torch.no_grad()
     def update(self, lr: float, clip: float, losses: Sequence[Tensor]) -> Update:
@@ -127,7 +127,7 @@ class AdamW:
         Where a loss, a scalar on the die, or the norm is not finite, nothing is changed. The report is all that is
         waited for.
         """
-        norm = torch.linalg.vector_norm(self.gather())
+        norm = _norm(self.gather())
         report = torch.stack([*losses, norm])
         go = choice.launcher("adamw", norm.device)
         if go is not None:  # a loss that is no number makes the norm none
@@ -193,6 +193,18 @@ class AdamW:
                 p.data = stored[slot.offset : slot.offset + slot.numel].view(slot.shape).copy_(p)
             give_place(p, self.view("grad", slot))
         return stored
+
+
+def _norm(flat: Tensor, width: int = 4096) -> Tensor:
+    """The L2 norm of a vector: of rows first, then of what they give.
+
+    On a CPU, torch adds up squares in fp32 and in one go: of 191 million elements the norm is 3 % too small, and one
+    thread takes it.
+    """
+    whole = len(flat) // width * width
+    parts = torch.linalg.vector_norm(flat[:whole].view(-1, width), dim=1)
+    norm: Tensor = torch.linalg.vector_norm(torch.cat([parts, torch.linalg.vector_norm(flat[whole:]).view(1)]))
+    return norm
 
 
 def _lay_out(params: Sequence[tuple[str, nn.Parameter]]) -> list[Slot]:

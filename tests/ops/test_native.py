@@ -49,6 +49,12 @@ def test_a_build_outlives_its_compiler(compiler: str | None, tmp_path: Path, mon
     assert loaded.name == native.Kernels(file).name
 
 
+@needs_compiler
+def test_torchs_own_threads_share_the_work() -> None:
+    assert (kernels := native.kernels())
+    assert [kernels._library.rrd_team(threads) for threads in (1, 2, 3)] == [1, 2, 3]
+
+
 def built_with(flags: tuple[str, ...], room: Path) -> native.Kernels:
     room.mkdir()
     compiler = native._compiler()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rrd.ops import native, rwkv7, rwkv7_torch
-from rrd.ops.grad import place_of
+from rrd.ops.grad import opened, place_of
 from rrd.ops.rwkv7_torch import Core
 
 if native.kernels() is None:
@@ -84,7 +84,7 @@ def test_time_mix_of_a_key_of_zeros() -> None:
 
 
 @pytest.mark.parametrize("n_mu", [1, 6])
-@pytest.mark.parametrize(("T", "before"), [(1, True), (17, False), (17, True)])
+@pytest.mark.parametrize(("T", "before"), [(1, True), (17, False), (17, True), (64, True), (65, False), (200, True)])
 def test_norm_shift(n_mu: int, T: int, before: bool) -> None:
     B, C, r = 2, 128, Random(T)
     inputs = [r(B, T, C, scale=2.0, mean=0.5), r(B, C) if before else None]
@@ -121,17 +121,26 @@ def test_in_bf16_they_are_as_near_as_bf16_is() -> None:
 
 def test_any_number_of_threads_gives_the_same_bits() -> None:
     H, C, r = 3, 192, Random(1)
-    xs = [r(2, 40, C).float() for _ in range(8)]
+    xs = [r(2, 150, C).float() for _ in range(8)]
     params = core_of([r(C).float() for _ in range(5)] + [r(H, 64).float(), r(C).float(), r(C).float()])
+    weight, bias, *mus = (r(C).float().requires_grad_() for _ in range(5))
+
+    def results() -> list[Tensor | None]:
+        ys = [x.clone().requires_grad_() for x in xs]
+        y, state = rwkv7.time_mix(*ys, params, None)
+        mixes, last = rwkv7.norm_shift(rwkv7.relu2(y * 1.0), weight, bias, mus, None, 1e-5)
+        grads = [opened(p) for p in (weight, bias, *mus)]
+        for g in grads:
+            g.zero_()
+        (torch.stack([*mixes]).square().sum() + last.sum() + state.sum()).backward()
+        return [y, state, last, *mixes, *(t.grad for t in ys), *(g.clone() for g in grads)]
+
     before = torch.get_num_threads()
     found = []
     try:
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
-            ys = [x.clone().requires_grad_() for x in xs]
-            y, state = rwkv7.time_mix(*ys, params, None)
-            (y.sum() + state.sum()).backward()
-            found.append([y, state, *(t.grad for t in ys)])
+            found.append(results())
     finally:
         torch.set_num_threads(before)
     for other in found[1:]:

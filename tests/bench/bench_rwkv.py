@@ -49,9 +49,8 @@ def main() -> None:
     global clock
     clock = time.process_time if args.threads == 1 else time.perf_counter
     torch.set_flush_denormal(True)
-    rate = gemm_rate()
     kernels = native.kernels()
-    print(f"torch {torch.__version__}, threads: {args.threads}, GEMM rate {rate / 1e9:.0f} GFLOP/s, kernels "
+    print(f"torch {torch.__version__}, threads: {args.threads}, kernels: "
           f"{kernels.name if kernels else native.why_not()}")
     for T in (64,) if args.quick else (256, 512):
         ops(T, args.fla)
@@ -62,7 +61,7 @@ def main() -> None:
         new_model(new_config(args.layers, args.width, args.vocab), path)
         for method in [args.method] if args.method else ["lora", "full"]:
             for seq in [args.seq] if args.seq else [256, 512]:
-                steps(path, method, seq, args, rate)
+                steps(path, method, seq, args)
 
 
 def _arguments() -> argparse.Namespace:
@@ -100,13 +99,14 @@ def seconds(call: Callable[[], object]) -> float:
     return clock() - start
 
 
-def steps(path: Path, method: str, seq: int, args: argparse.Namespace, rate: float) -> None:
+def steps(path: Path, method: str, seq: int, args: argparse.Namespace) -> None:
     idx = torch.randint(args.vocab, (1, seq + 1), generator=torch.Generator().manual_seed(0))
     sides = {"rrd": ours(path, method, idx)}
     if not args.alone:
         sides["peer"] = theirs(path, method, idx)
-    losses, times = {}, dict.fromkeys(sides, math.inf)
+    losses, times, rate = {}, dict.fromkeys(sides, math.inf), 0.0
     for turn in range(args.rounds + 1):
+        rate = max(rate, gemm_rate())
         for name, step in sides.items():
             took = seconds(lambda step=step, name=name: losses.__setitem__(name, step()))
             if turn:
@@ -114,7 +114,8 @@ def steps(path: Path, method: str, seq: int, args: argparse.Namespace, rate: flo
         if turn == 0 and not args.alone:
             assert abs(losses["rrd"] - losses["peer"]) < 1e-3, losses
     share = products(args.layers, args.width, args.vocab, method) * seq / times["rrd"] / rate
-    line = f"{method} T={seq}: rrd {seq / times['rrd']:.0f} tokens/s, {share:.0%} of the GEMM rate"
+    line = (f"{method} T={seq}: rrd {seq / times['rrd']:.0f} tokens/s, {share:.0%} of the GEMM rate, "
+            f"{rate / 1e9:.0f} GFLOP/s")
     if not args.alone:
         line += f"; plain torch {seq / times['peer']:.1f} tokens/s; ratio {times['peer'] / times['rrd']:.1f}"
     print(line, flush=True)

@@ -4,17 +4,17 @@
     python tests/bench/bench_rwkv.py --method lora --seq 512 --layers 4
     python tests/bench/bench_rwkv.py --threads 2              by the clock on the wall: the box must be quiet
     python tests/bench/bench_rwkv.py --ops                    only the recurrence: compiled, chunked, token by token
-    python tests/bench/bench_rwkv.py --ops --fla DIR          also flash-linear-attention's naive path, unpacked in DIR
+    python tests/bench/bench_rwkv.py --fla DIR                also flash-linear-attention's naive path, unpacked in DIR
 
-On one thread, what counts is the process's own time, so that other tenants of the box matter less. The two take turns,
-a step each, on the same weights and tokens. Printed: tokens/s of the best step of either, their ratio, and the share of
-this CPU's measured GEMM rate that our step's own products amount to. The random start is RWKV-LM's initialisation.
+On one thread, what counts is the process's own time, so that other tenants of the box matter less. All take turns, a
+step each, on the same weights and tokens. Printed: tokens/s of the best step of each, our ratio to the others, and the
+share of this CPU's measured GEMM rate that our step's own products amount to. The random start is RWKV-LM's
+initialisation.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import math
 import os
 import tempfile
@@ -25,7 +25,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
-from rwkv_peer import Peer, careful_recurrence, recurrence
+from rwkv_peer import Peer, Recurrence, careful_recurrence, fla_naive, recurrence
 from torch import Tensor
 
 from rrd.lora import attach
@@ -52,8 +52,9 @@ def main() -> None:
     kernels = native.kernels()
     print(f"torch {torch.__version__}, threads: {args.threads}, kernels: "
           f"{kernels.name if kernels else native.why_not()}")
+    recurrences = {"token by token": recurrence} | ({"flash-linear-attention": fla_naive(args.fla)} if args.fla else {})
     for T in (64,) if args.quick else (256, 512):
-        ops(T, args.fla)
+        ops(T, recurrences)
     if args.ops:
         return
     with tempfile.TemporaryDirectory() as where:
@@ -61,7 +62,7 @@ def main() -> None:
         new_model(new_config(args.layers, args.width, args.vocab), path)
         for method in [args.method] if args.method else ["lora", "full"]:
             for seq in [args.seq] if args.seq else [256, 512]:
-                steps(path, method, seq, args)
+                steps(path, method, seq, args, {} if args.alone else recurrences)
 
 
 def _arguments() -> argparse.Namespace:
@@ -99,11 +100,9 @@ def seconds(call: Callable[[], object]) -> float:
     return clock() - start
 
 
-def steps(path: Path, method: str, seq: int, args: argparse.Namespace) -> None:
+def steps(path: Path, method: str, seq: int, args: argparse.Namespace, peers: dict[str, Recurrence]) -> None:
     idx = torch.randint(args.vocab, (1, seq + 1), generator=torch.Generator().manual_seed(0))
-    sides = {"rrd": ours(path, method, idx)}
-    if not args.alone:
-        sides["peer"] = theirs(path, method, idx)
+    sides = {"rrd": ours(path, method, idx)} | {name: theirs(path, method, idx, peers[name]) for name in peers}
     losses, times, rate = {}, dict.fromkeys(sides, math.inf), 0.0
     for turn in range(args.rounds + 1):
         rate = max(rate, gemm_rate())
@@ -111,13 +110,12 @@ def steps(path: Path, method: str, seq: int, args: argparse.Namespace) -> None:
             took = seconds(lambda step=step, name=name: losses.__setitem__(name, step()))
             if turn:
                 times[name] = min(times[name], took)
-        if turn == 0 and not args.alone:
-            assert abs(losses["rrd"] - losses["peer"]) < 1e-3, losses
+        assert turn or max(losses.values()) - min(losses.values()) < 1e-3, losses
     share = products(args.layers, args.width, args.vocab, method) * seq / times["rrd"] / rate
     line = (f"{method} T={seq}: rrd {seq / times['rrd']:.0f} tokens/s, {share:.0%} of the GEMM rate, "
             f"{rate / 1e9:.0f} GFLOP/s")
-    if not args.alone:
-        line += f"; plain torch {seq / times['peer']:.1f} tokens/s; ratio {times['peer'] / times['rrd']:.1f}"
+    for name in peers:
+        line += f"; {name} {seq / times[name]:.1f} tokens/s, ratio {times[name] / times['rrd']:.1f}"
     print(line, flush=True)
 
 
@@ -138,9 +136,9 @@ def ours(path: Path, method: str, idx: Tensor) -> Callable[[], float]:
     return lambda: train_step(model, optimizer, [batch], lr=1e-5, clip_norm=1.0, seeds=[0]).loss
 
 
-def theirs(path: Path, method: str, idx: Tensor) -> Callable[[], float]:
+def theirs(path: Path, method: str, idx: Tensor, recur: Recurrence) -> Callable[[], float]:
     tensors = {n: p.detach() for n, p in build(load_base(path)).named_parameters()}
-    peer = Peer(tensors, 0 if method == "full" else RANK)
+    peer = Peer(tensors, 0 if method == "full" else RANK, recur)
     trained = [p for p in peer.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-5, weight_decay=0.0)
 
@@ -155,47 +153,29 @@ def theirs(path: Path, method: str, idx: Tensor) -> Callable[[], float]:
     return step
 
 
-def ops(T: int, fla: Path | None, H: int = 12) -> None:
+def ops(T: int, peers: dict[str, Recurrence], H: int = 12) -> None:
     g = torch.Generator().manual_seed(0)
     r, k, v, z, kk = (torch.randn(1, T, H, 64, generator=g) for _ in range(5))
     kappa = torch.nn.functional.normalize(kk, dim=-1)
     xs = [r, -math.exp(-0.5) * torch.sigmoid(z), k, v, -kappa, kappa * 0.5]
 
-    def peer(step: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, None]]:
-        def op(r: Tensor, log_d: Tensor, *rest: Tensor) -> tuple[Tensor, None]:
-            flat = [t.view(1, T, H * 64) for t in (r, torch.log(-log_d), *rest)]
-            return step(*flat).view(1, T, H, 64), None
+    def op(recur: Recurrence) -> Callable[..., tuple[Tensor, None]]:
+        def call(r: Tensor, log_d: Tensor, *rest: Tensor) -> tuple[Tensor, None]:
+            r, w, k, v, a, b = (t.view(1, T, H * 64) for t in (r, torch.log(-log_d), *rest))
+            return recur(r, w, k, v, a, b).view(1, T, H, 64), None
 
-        return op
+        return call
 
-    sides: dict[str, Callable[..., tuple[Tensor, object]]] = {
-        "compiled": wkv7, "chunked": wkv7_chunked, "token by token as public code has it": peer(recurrence),
-        "token by token with care": peer(careful_recurrence)}
-    if fla is not None:
-        sides["flash-linear-attention's naive path"] = fla_naive(fla)
+    sides: dict[str, Callable[..., tuple[Tensor, object]]] = {"compiled": wkv7, "chunked": wkv7_chunked}
+    sides |= {name: op(recur) for name, recur in (peers | {"with care": careful_recurrence}).items()}
     expected = wkv7_chunked(*xs)[0]
-    for name, op in sides.items():
-        assert torch.allclose(op(*xs)[0], expected, atol=1e-3), name
+    for name, side in sides.items():
+        assert torch.allclose(side(*xs)[0], expected, atol=1e-3), name
         inputs = [x.clone().requires_grad_() for x in xs]
-        forward = best(lambda op=op, inputs=inputs: op(*inputs), 5)
-        both = best(lambda op=op, inputs=inputs: op(*inputs)[0].sum().backward(), 5)
+        forward = best(lambda side=side, inputs=inputs: side(*inputs), 5)
+        both = best(lambda side=side, inputs=inputs: side(*inputs)[0].sum().backward(), 5)
         print(f"recurrence, {H} heads, {T} tokens, {name}: forward {forward * 1e3:.1f} ms, "
               f"backward {(both - forward) * 1e3:.1f} ms")
-
-
-def fla_naive(where: Path) -> Callable[..., tuple[Tensor, object]]:
-    """Its plain recurrence, which is of one file; the package itself wants Triton."""
-    file = where / "fla" / "ops" / "generalized_delta_rule" / "dplr" / "naive.py"
-    spec = importlib.util.spec_from_file_location("fla_naive", file)
-    assert spec and spec.loader
-    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
-
-    def op(r: Tensor, log_d: Tensor, *rest: Tensor) -> tuple[Tensor, object]:
-        q, k, v, a, b, g = (t.transpose(1, 2) for t in (r * 8.0, *rest, log_d))  # it divides by the root of 64
-        y, state = module.dplr_recurrence(q, k, v, a, b, g)
-        return y.transpose(1, 2), state
-
-    return op
 
 
 if __name__ == "__main__":

@@ -3,22 +3,30 @@
 BlinkDL's RWKV-LM (``RWKV-v7/train_temp/src/model.py``), reduced to what trains: autograd, torch.optim.AdamW, logits
 whole. LoRA as PEFT computes it. The recurrence is, operation by operation, what ``rwkv_v7_demo.py`` and the trainers
 that descend from it (RWKV-PEFT and others) run without CUDA: products of matrices, results written into one tensor.
+flash-linear-attention's may take its place.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import math
+from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+Recurrence = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+"""r, w, k, v, a, b -> y, all [B, T, C]; a channel decays by exp(-exp(w))."""
+
 
 class Peer(nn.Module):
     """``tensors`` by BlinkDL's names. ``rank`` > 0: only adapters on all linears of the blocks are trained."""
 
-    def __init__(self, tensors: dict[str, Tensor], rank: int) -> None:
+    def __init__(self, tensors: dict[str, Tensor], rank: int, recur: Recurrence) -> None:
         super().__init__()
+        self.recur = recur
         self.C = tensors["emb.weight"].shape[1]
         self.L = 1 + max(int(n.split(".")[1]) for n in tensors if n.startswith("blocks."))
         self.w = nn.ParameterDict({n.replace(".", "_"): nn.Parameter(t.clone(), requires_grad=not rank)
@@ -72,7 +80,7 @@ class Peer(nn.Module):
         g = torch.sigmoid(xg @ p("g1")) @ p("g2")
         kk = F.normalize((k * p("k_k")).view(B, T, H, N), dim=-1)
         k = k * (1 + (a - 1) * p("k_a"))
-        y = recurrence(r, w, k, v, -kk.view(B, T, C), (kk * a.view(B, T, H, N)).view(B, T, C))
+        y = self.recur(r, w, k, v, -kk.view(B, T, C), (kk * a.view(B, T, H, N)).view(B, T, C))
         y = F.group_norm(y.view(B * T, C), H, p("ln_x.weight"), p("ln_x.bias"), 64e-5).view(B, T, C)
         rk = (r.view(B, T, H, N) * k.view(B, T, H, N) * p("r_k")).sum(-1, keepdim=True)
         return self.linear(f"{at}.output", (y + (rk * v.view(B, T, H, N)).view(B, T, C)) * g), v_first
@@ -108,3 +116,22 @@ def careful_recurrence(r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b:
         state = state * w[:, t, :, None, :] + sa @ b[:, t, :, None, :] + v[:, t, :, :, None] @ k[:, t, :, None, :]
         ys.append((state @ r[:, t, :, :, None]).view(B, 1, C))
     return torch.cat(ys, 1)
+
+
+def fla_naive(where: Path) -> Recurrence:
+    """flash-linear-attention's plain recurrence, which is of one file (and wants einops); the package wants Triton.
+
+    ``where`` its wheel is unpacked.
+    """
+    file = where / "fla" / "ops" / "generalized_delta_rule" / "dplr" / "naive.py"
+    spec = importlib.util.spec_from_file_location("fla_naive", file)
+    assert spec and spec.loader
+    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
+
+    def step(r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        B, T, C = r.shape
+        r, w, k, v, a, b = (t.view(B, T, C // 64, 64).transpose(1, 2) for t in (r, w, k, v, a, b))
+        y, _ = module.dplr_recurrence(r * 8.0, k, v, a, b, -torch.exp(w))  # it divides by the root of 64
+        return y.transpose(1, 2).reshape(B, T, C)
+
+    return step

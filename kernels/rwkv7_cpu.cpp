@@ -39,8 +39,8 @@ typedef uint16_t bf16;
 
 // ---- threads --------------------------------------------------------------------------------------------------------
 
-// Of the OpenMP library that torch has loaded. Between products its threads wait for work by spinning: threads of our own
-// would have to share the cores with them.
+// Of the OpenMP library that torch has loaded: threads of our own would share the cores with its, which may wait for
+// work by spinning.
 extern "C" {
 void GOMP_parallel(void (*)(void*), void*, unsigned, unsigned) __attribute__((weak));
 int omp_get_thread_num() __attribute__((weak));
@@ -141,7 +141,11 @@ struct Row {  // the 64 channels of one token of one head
   inline const vec& operator[](int j) const { return x[j]; }
 };
 
-template <class X> static inline Row row(const X* p) { Row r; for (int j = 0; j < NV; j++) r[j] = load(p + j * W); return r; }
+template <class X> static inline Row row(const X* p) {
+  Row r;
+  for (int j = 0; j < NV; j++) r[j] = load(p + j * W);
+  return r;
+}
 template <class X> static inline void put(X* p, const Row& r) { for (int j = 0; j < NV; j++) store(p + j * W, r[j]); }
 static inline float dot(const Row& a, const Row& b) {
   vec s = a[0] * b[0];
@@ -189,7 +193,8 @@ static inline void advance(const float* S, float* to, const Token& t, float* u, 
 struct TokenGrad { float d[N], k[N], a[N], b[N], r[N], v[N]; };
 
 // Back over one token: dS is the gradient of the state after it and becomes that of S, the state before. g.d is the
-// gradient of d itself. y's product with the state after needs only S:  S' ^T dy = d (S^T dy) + b (u . dy) + k (v . dy).
+// gradient of d itself. y's product with the state after needs only S:
+//     S'^T dy = d (S^T dy) + b (u . dy) + k (v . dy)
 static inline void retreat(float* dS, const float* S, const Token& t, const float* u, const float* dy, TokenGrad& g) {
   const Row d = row(t.d), k = row(t.k), a = row(t.a), b = row(t.b), r = row(t.r);
   Row gd{}, gk{}, gb{}, gr{}, ga{};
@@ -403,12 +408,16 @@ template <class X> struct Mix {
 
   // What the output's gradient is to y; gives the gate its gradient, and leaves those through the bonus for token_grad.
   Row dr_bonus, dk_bonus, dv_bonus;
-  inline void add(int which, const Row& x) { float* at = dp + which * N; EACH store(at + j * W, load(at + j * W) + x[j]); }
+  inline void add(int which, const Row& x) {
+    float* at = dp + which * N;
+    EACH store(at + j * W, load(at + j * W) + x[j]);
+  }
 
   inline void output_grad(long i, const Token& t, const float* y, float* dy) {
     Row hat, x, m = row(dout + i * stride);
     const float rstd = centred(y, hat), s = bonus(t);
-    const Row w = param(LN_W), b = param(LN_B), v = row(t.v), k = row(t.k), r = row(t.r), r_k = param(R_K), g = of(G, i);
+    const Row w = param(LN_W), b = param(LN_B), r_k = param(R_K);
+    const Row v = row(t.v), k = row(t.k), r = row(t.r), g = of(G, i);
     EACH x[j] = m[j] * (hat[j] * w[j] + b[j] + s * v[j]);
     put(din[G] + i * stride, x);
     EACH m[j] = m[j] * g[j];
@@ -445,7 +454,11 @@ template <class X> struct Mix {
     const float norm = normed(k, kappa);
     EACH { dkappa[j] = db[j] * alpha[j] - da[j]; dalpha[j] = db[j] * kappa[j] + dk[j] * k[j] * k_a[j]; }
     const float along = norm > KAPPA_EPS ? dot(dkappa, kappa) : 0.f;
-    EACH { dkappa[j] = (dkappa[j] - kappa[j] * along) / norm; x[j] = dkappa[j] * k[j]; y[j] = dk[j] * k[j] * (alpha[j] - 1.f); }
+    EACH {
+      dkappa[j] = (dkappa[j] - kappa[j] * along) / norm;
+      x[j] = dkappa[j] * k[j];
+      y[j] = dk[j] * k[j] * (alpha[j] - 1.f);
+    }
     add(K_K, x);
     add(K_A, y);
     EACH x[j] = dk[j] * (1.f + (alpha[j] - 1.f) * k_a[j]) + dkappa[j] * k_k[j];
@@ -486,9 +499,9 @@ template <class X> static void mix_forward(const X* const* in, const float* cons
 }
 
 // din: as in, null where in is; dparams [B * H, PARAMS, 64] is overwritten.
-template <class X> static void mix_backward(const X* const* in, const float* const* params, const float* kept, const X* dout,
-                                            const float* dlast, X* const* din, float* dparams, float* dfirst, long T, long H,
-                                            long from, long to) {
+template <class X> static void mix_backward(const X* const* in, const float* const* params, const float* kept,
+                                            const X* dout, const float* dlast, X* const* din, float* dparams,
+                                            float* dfirst, long T, long H, long from, long to) {
   const long chunks = (T + CHUNK - 1) / CHUNK, S = N * N;
   for (long i = from; i < to; i++) {
     Mix<X> m = mix(in, params, i / H, i % H, T, H);
@@ -501,11 +514,11 @@ template <class X> static void mix_backward(const X* const* in, const float* con
   }
 }
 
-// ---- layer norm, token shift and its mixes: x -> n + (n_before - n) * mu_s, n = norm(x) ------------------------------
+// ---- layer norm, token shift and its mixes: x -> n + (n_before - n) * mu_s, n = norm(x) -----------------------------
 
 constexpr int MIXES = 6;
 
-constexpr long PIECE = 64;  // rows that one thread takes; sums over rows are of pieces first, whoever takes them
+constexpr long PIECE = 64;  // rows of a unit; sums over rows are of a unit's first, so threads do not matter
 
 struct Norm { const float *w, *b, *const *mu; long n_mu, C; };
 
@@ -517,10 +530,10 @@ template <class X> static inline void moments(const X* x, long C, float eps, flo
   for (long c = 0; c < C; c += W) { const vec e = load(x + c) - mean; q += e * e; }
   stats[0] = mean; stats[1] = 1.f / std::sqrt(sum(q) / C + eps);
 }
-template <class X> static inline void normed(const X* x, const float* stats, const Norm& p, float* to) {
+template <class X> static inline void normed_row(const X* x, const float* stats, const Norm& p, float* to) {
   for (long c = 0; c < p.C; c += W) store(to + c, (load(x + c) - stats[0]) * stats[1] * load(p.w + c) + load(p.b + c));
 }
-template <class X> static inline void given(const X* row, long C, float* to) {  // null: zeros
+template <class X> static inline void row_or_zeros(const X* row, long C, float* to) {
   for (long c = 0; c < C; c += W) store(to + c, row ? load(row + c) : splat(0.f));
 }
 
@@ -534,13 +547,13 @@ template <class X> static void shift_forward(const X* x, const Norm& p, const X*
   if (from) {
     float of_then[2];
     moments(x + (from - 1) * C, C, eps, of_then);
-    normed(x + (from - 1) * C, of_then, p, then);
+    normed_row(x + (from - 1) * C, of_then, p, then);
   } else {
-    given(before, C, then);
+    row_or_zeros(before, C, then);
   }
   for (long t = from; t < to; t++) {
     moments(x + t * C, C, eps, stats + 2 * t);
-    normed(x + t * C, stats + 2 * t, p, now);
+    normed_row(x + t * C, stats + 2 * t, p, now);
     for (long m = 0; m < p.n_mu; m++)
       for (long c = 0; c < C; c += W) {
         const vec n = load(now + c);
@@ -552,8 +565,8 @@ template <class X> static void shift_forward(const X* x, const Norm& p, const X*
     for (long c = 0; c < C; c += W) store(last + c, load(then + c));
 }
 
-// Back over rows [from, to). dx [T, C] and dbefore [C] are overwritten; so is dparams [2 + n_mu, C], these rows' part of
-// the gradients of weight, bias and each mu. dlast [C] may be null.
+// Back over rows [from, to). dx [T, C] and dbefore [C] are overwritten; so is dparams [2 + n_mu, C], these rows' part
+// of the gradients of weight, bias and each mu. dlast [C] may be null.
 template <class X> static void shift_backward(const X* x, const float* stats, const Norm& p, const X* before,
                                               const X* const* dout, const X* dlast, X* dx, X* dbefore, float* dparams,
                                               long T, long from, long to) {
@@ -562,11 +575,11 @@ template <class X> static void shift_backward(const X* x, const float* stats, co
   float *carry = room.data(), *now = carry + C, *then = now + C, *dn = then + C;
   float *dw = dparams, *db = dw + C, *dmu = db + C;
   std::memset(dparams, 0, (2 + p.n_mu) * C * sizeof(float));
-  auto row_before = [&](long t, float* to) {
-    if (t) normed(x + (t - 1) * C, stats + 2 * (t - 1), p, to); else given(before, C, to);
+  auto normed_before = [&](long t, float* row) {
+    if (t) normed_row(x + (t - 1) * C, stats + 2 * (t - 1), p, row); else row_or_zeros(before, C, row);
   };
   if (to == T) {
-    given(dlast, C, carry);
+    row_or_zeros(dlast, C, carry);
   } else {
     for (long c = 0; c < C; c += W) {
       vec back{};
@@ -574,10 +587,10 @@ template <class X> static void shift_backward(const X* x, const float* stats, co
       store(carry + c, back);
     }
   }
-  row_before(to, now);
+  normed_before(to, now);
   for (long t = to - 1; t >= from; t--) {
     const float mean = stats[2 * t], rstd = stats[2 * t + 1];
-    row_before(t, then);
+    normed_before(t, then);
     vec along{}, level{};
     for (long c = 0; c < C; c += W) {
       vec d = load(carry + c), back{};
@@ -611,33 +624,40 @@ template <class X> static void shift_backward(const X* x, const float* stats, co
 
 static inline long pieces(long T) { return (T + PIECE - 1) / PIECE; }
 
-// Units are the pieces of B sequences, one after another.
+struct Piece { long sample, from, to; };  // the units of B sequences, one sequence after another
+static inline Piece piece(long unit, long T) {
+  const long from = unit % pieces(T) * PIECE;
+  return {unit / pieces(T), from, from + PIECE < T ? from + PIECE : T};
+}
+
+template <class X> static inline X* of_sample(X* p, long sample, long size) { return p ? p + sample * size : nullptr; }
+
 template <class X> static void norm_shift_forward(const X* x, const Norm& p, const X* before, X* const* out, X* last,
                                                   float* stats, long T, float eps, long from, long to) {
   for (long i = from; i < to; i++) {
-    const long b = i / pieces(T), first = i % pieces(T) * PIECE, end = first + PIECE < T ? first + PIECE : T;
+    const auto [n, first, end] = piece(i, T);
     X* outs[MIXES];
-    for (long m = 0; m < p.n_mu; m++) outs[m] = out[m] + b * T * p.C;
-    shift_forward<X>(x + b * T * p.C, p, before ? before + b * p.C : nullptr, outs, last + b * p.C, stats + b * T * 2, T,
-                     eps, first, end);
+    for (long m = 0; m < p.n_mu; m++) outs[m] = out[m] + n * T * p.C;
+    shift_forward<X>(x + n * T * p.C, p, of_sample(before, n, p.C), outs, last + n * p.C, stats + n * T * 2, T, eps,
+                     first, end);
   }
 }
 
 // dparams [B, pieces, 2 + n_mu, C].
 template <class X> static void norm_shift_backward(const X* x, const float* stats, const Norm& p, const X* before,
-                                                   const X* const* dout, const X* dlast, X* dx, X* dbefore, float* dparams,
-                                                   long T, long from, long to) {
+                                                   const X* const* dout, const X* dlast, X* dx, X* dbefore,
+                                                   float* dparams, long T, long from, long to) {
   for (long i = from; i < to; i++) {
-    const long b = i / pieces(T), first = i % pieces(T) * PIECE, end = first + PIECE < T ? first + PIECE : T;
+    const auto [n, first, end] = piece(i, T);
     const X* douts[MIXES];
-    for (long m = 0; m < p.n_mu; m++) douts[m] = dout[m] + b * T * p.C;
-    shift_backward<X>(x + b * T * p.C, stats + b * T * 2, p, before ? before + b * p.C : nullptr, douts,
-                      dlast ? dlast + b * p.C : nullptr, dx + b * T * p.C, dbefore + b * p.C,
+    for (long m = 0; m < p.n_mu; m++) douts[m] = dout[m] + n * T * p.C;
+    shift_backward<X>(x + n * T * p.C, stats + n * T * 2, p, of_sample(before, n, p.C), douts,
+                      of_sample(dlast, n, p.C), dx + n * T * p.C, dbefore + n * p.C,
                       dparams + i * (2 + p.n_mu) * p.C, T, first, end);
   }
 }
 
-// ---- relu(h)^2: h becomes relu(h) ------------------------------------------------------------------------------------
+// ---- relu(h)^2: h becomes relu(h) -----------------------------------------------------------------------------------
 
 template <class X> static void relu2_forward(X* h, X* y, long from, long to) {
   for (long i = from; i < to; i += W) {
@@ -651,7 +671,7 @@ template <class X> static void relu2_backward(const X* relu, const X* dy, X* dh,
   for (long i = from; i < to; i += W) store(dh + i, load(relu + i) * load(dy + i) * 2.f);
 }
 
-// ---- what Python calls -----------------------------------------------------------------------------------------------
+// ---- what Python calls ----------------------------------------------------------------------------------------------
 
 extern "C" {
 
@@ -659,7 +679,7 @@ int rrd_vector_floats() { return W; }
 int rrd_chunk() { return CHUNK; }
 int rrd_piece() { return PIECE; }
 
-int rrd_team(long threads) {  // how many threads share as many units
+int rrd_team(int threads) {  // how many threads share as many units
   std::atomic<int> parts{0};
   spread(threads, threads, [&](long, long) { parts++; });
   return parts;
@@ -670,15 +690,14 @@ void rrd_wkv7_forward(const float* const* in, const float* first, float* y, floa
   const long chunks = (T + CHUNK - 1) / CHUNK, S = N * N;
   spread(units, threads, [=](long from, long to) {
     for (long i = from; i < to; i++) {
-      float* out = y;
-      Plain p = plain(in, nullptr, &out, i / H * T * H * N + i % H * N, H * N);
+      Plain p = plain(in, nullptr, &y, i / H * T * H * N + i % H * N, H * N);
       forward(p, T, first ? first + i * S : nullptr, kept ? kept + i * chunks * S : nullptr, last + i * S);
     }
   });
 }
 
-void rrd_wkv7_backward(const float* const* in, const float* kept, const float* dy, const float* dlast, float* const* din,
-                       float* dfirst, long T, long H, long units, long threads) {
+void rrd_wkv7_backward(const float* const* in, const float* kept, const float* dy, const float* dlast,
+                       float* const* din, float* dfirst, long T, long H, long units, long threads) {
   const long chunks = (T + CHUNK - 1) / CHUNK, S = N * N;
   spread(units, threads, [=](long from, long to) {
     for (long i = from; i < to; i++) {
@@ -688,40 +707,42 @@ void rrd_wkv7_backward(const float* const* in, const float* kept, const float* d
   });
 }
 
-#define FOR_TYPE(suffix, X)                                                                                                  \
-  void rrd_time_mix_forward_##suffix(const X* const* in, const float* const* params, const float* first, X* out,           \
-                                     float* kept, float* last, long T, long H, long units, long threads) {                 \
-    spread(units, threads, [=](long from, long to) {                                                                         \
-      mix_forward<X>(in, params, first, out, kept, last, T, H, from, to);                                                    \
-    });                                                                                                                      \
-  }                                                                                                                          \
-  void rrd_time_mix_backward_##suffix(const X* const* in, const float* const* params, const float* kept, const X* dout,    \
-                                      const float* dlast, X* const* din, float* dparams, float* dfirst, long T, long H,   \
-                                      long units, long threads) {                                                            \
-    spread(units, threads, [=](long from, long to) {                                                                         \
-      mix_backward<X>(in, params, kept, dout, dlast, din, dparams, dfirst, T, H, from, to);                                  \
-    });                                                                                                                      \
-  }                                                                                                                          \
-  void rrd_norm_shift_forward_##suffix(const X* x, const float* w, const float* b, const float* const* mu, long n_mu,     \
-                                       const X* before, X* const* out, X* last, float* stats, long T, long C, float eps,  \
-                                       long units, long threads) {                                                           \
-    spread(units, threads, [=](long from, long to) {                                                                         \
-      norm_shift_forward<X>(x, {w, b, mu, n_mu, C}, before, out, last, stats, T, eps, from, to);                             \
-    });                                                                                                                      \
-  }                                                                                                                          \
-  void rrd_norm_shift_backward_##suffix(const X* x, const float* stats, const float* w, const float* b,                    \
-                                        const float* const* mu, long n_mu, const X* before, const X* const* dout,         \
-                                        const X* dlast, X* dx, X* dbefore, float* dparams, long T, long C, long units,     \
-                                        long threads) {                                                                      \
-    spread(units, threads, [=](long from, long to) {                                                                         \
-      norm_shift_backward<X>(x, stats, {w, b, mu, n_mu, C}, before, dout, dlast, dx, dbefore, dparams, T, from, to);         \
-    });                                                                                                                      \
-  }                                                                                                                          \
-  void rrd_relu2_forward_##suffix(X* h, X* y, long units, long threads) {                                                    \
-    spread(units, threads, [=](long from, long to) { relu2_forward<X>(h, y, from * W, to * W); });                           \
-  }                                                                                                                          \
-  void rrd_relu2_backward_##suffix(const X* relu, const X* dy, X* dh, long units, long threads) {                            \
-    spread(units, threads, [=](long from, long to) { relu2_backward<X>(relu, dy, dh, from * W, to * W); });                  \
+#define FOR_TYPE(suffix, X)                                                                                          \
+  void rrd_time_mix_forward_##suffix(const X* const* in, const float* const* params, const float* first, X* out,     \
+                                     float* kept, float* last, long T, long H, long units, long threads) {           \
+    spread(units, threads, [=](long from, long to) {                                                                 \
+      mix_forward<X>(in, params, first, out, kept, last, T, H, from, to);                                            \
+    });                                                                                                              \
+  }                                                                                                                  \
+  void rrd_time_mix_backward_##suffix(const X* const* in, const float* const* params, const float* kept,             \
+                                      const X* dout, const float* dlast, X* const* din, float* dparams,              \
+                                      float* dfirst, long T, long H, long units, long threads) {                     \
+    spread(units, threads, [=](long from, long to) {                                                                 \
+      mix_backward<X>(in, params, kept, dout, dlast, din, dparams, dfirst, T, H, from, to);                          \
+    });                                                                                                              \
+  }                                                                                                                  \
+  void rrd_norm_shift_forward_##suffix(const X* x, const float* w, const float* b, const float* const* mu,           \
+                                       long n_mu,                                                                    \
+                                       const X* before, X* const* out, X* last, float* stats, long T, long C,        \
+                                       float eps, long units, long threads) {                                        \
+    spread(units, threads, [=](long from, long to) {                                                                 \
+      norm_shift_forward<X>(x, {w, b, mu, n_mu, C}, before, out, last, stats, T, eps, from, to);                     \
+    });                                                                                                              \
+  }                                                                                                                  \
+  void rrd_norm_shift_backward_##suffix(const X* x, const float* stats, const float* w, const float* b,              \
+                                        const float* const* mu, long n_mu, const X* before,                          \
+                                        const X* const* dout, const X* dlast, X* dx, X* dbefore, float* dparams,     \
+                                        long T, long C, long units, long threads) {                                  \
+    spread(units, threads, [=](long from, long to) {                                                                 \
+      norm_shift_backward<X>(x, stats, {w, b, mu, n_mu, C}, before, dout, dlast, dx, dbefore, dparams, T, from,      \
+                             to);                                                                                    \
+    });                                                                                                              \
+  }                                                                                                                  \
+  void rrd_relu2_forward_##suffix(X* h, X* y, long units, long threads) {                                            \
+    spread(units, threads, [=](long from, long to) { relu2_forward<X>(h, y, from * W, to * W); });                   \
+  }                                                                                                                  \
+  void rrd_relu2_backward_##suffix(const X* relu, const X* dy, X* dh, long units, long threads) {                    \
+    spread(units, threads, [=](long from, long to) { relu2_backward<X>(relu, dy, dh, from * W, to * W); });          \
   }
 
 FOR_TYPE(f32, float)

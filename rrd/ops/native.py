@@ -60,7 +60,8 @@ class Kernels:
     def __call__(self, function: str, *args: object, units: int) -> None:
         """Call one of the library's functions, its ``units`` of work split over torch's threads.
 
-        Tensors and lists of them become pointers, ints are longs.
+        Tensors and lists of them become pointers, ints are longs. As with torch's own operations, a process forked from
+        one that has computed on several threads must not.
         """
         getattr(self._library, function)(*(_argument(a) for a in (*args, units, torch.get_num_threads())))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import shutil
 import subprocess
@@ -50,9 +51,14 @@ def test_a_build_outlives_its_compiler(compiler: str | None, tmp_path: Path, mon
 
 
 @needs_compiler
-def test_torchs_own_threads_share_the_work() -> None:
-    assert (kernels := native.kernels())
-    assert [kernels._library.rrd_team(threads) for threads in (1, 2, 3)] == [1, 2, 3]
+@pytest.mark.parametrize(("first", "shared"), [("import torch", "1 2 3"), ("", "1 1 1")], ids=["torch", "no torch"])
+def test_torchs_own_threads_share_the_work(first: str, shared: str) -> None:
+    """Without torch there is no OpenMP, and one thread does all."""
+    library = str(native.build(native.default_cache_dir()))
+    program = f"import ctypes; {first}\nteam = ctypes.CDLL({library!r}).rrd_team\nprint(team(1), team(2), team(3))"
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("OMP_")}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, env=environment)
+    assert done.stdout.split() == shared.split(), done.stderr
 
 
 def built_with(flags: tuple[str, ...], room: Path) -> native.Kernels:

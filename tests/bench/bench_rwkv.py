@@ -5,6 +5,7 @@
     python tests/bench/bench_rwkv.py --threads 2              by the clock on the wall: the box must be quiet
     python tests/bench/bench_rwkv.py --ops                    only the recurrence: compiled, chunked, token by token
     python tests/bench/bench_rwkv.py --fla DIR                also flash-linear-attention's naive path, unpacked in DIR
+    python tests/bench/bench_rwkv.py --profile                where our time goes, without the peers
 
 On one thread, what counts is the process's own time, so that other tenants of the box matter less. All take turns, a
 step each, on the same weights and tokens. Printed: tokens/s of the best step of each, our ratio to the others, and the
@@ -27,6 +28,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 from rwkv_peer import Peer, Recurrence, careful_recurrence, fla_naive, recurrence
 from torch import Tensor
+from torch.profiler import ProfilerActivity
+from torch.profiler import profile as recorder
 
 from rrd.lora import attach
 from rrd.models import build, load_base
@@ -62,7 +65,7 @@ def main() -> None:
         new_model(new_config(args.layers, args.width, args.vocab), path)
         for method in [args.method] if args.method else ["lora", "full"]:
             for seq in [args.seq] if args.seq else [256, 512]:
-                steps(path, method, seq, args, {} if args.alone else recurrences)
+                steps(path, method, seq, args, {} if args.profile else recurrences)
 
 
 def _arguments() -> argparse.Namespace:
@@ -74,7 +77,7 @@ def _arguments() -> argparse.Namespace:
     p.add_argument("--vocab", type=int, default=65536)
     p.add_argument("--rounds", type=int, default=5)
     p.add_argument("--threads", type=int, default=1)
-    p.add_argument("--alone", action="store_true", help="without the peer")
+    p.add_argument("--profile", action="store_true", help="where our time goes, without the peers")
     p.add_argument("--ops", action="store_true", help="the recurrence alone")
     p.add_argument("--fla", type=Path, help="where the wheel of fla-core is unpacked; needs einops")
     p.add_argument("--quick", action="store_true", help="two small layers, a few seconds")
@@ -117,6 +120,24 @@ def steps(path: Path, method: str, seq: int, args: argparse.Namespace, peers: di
     for name in peers:
         line += f"; {name} {seq / times[name]:.1f} tokens/s, ratio {times[name] / times['rrd']:.1f}"
     print(line, flush=True)
+    if args.profile:
+        profile(sides["rrd"])
+
+
+PARTS = {"products": {"aten::mm", "aten::addmm", "aten::addmm_"}, "AdamW": {"aten::_fused_adamw_"},
+         "time mix": {"_TimeMix", "_TimeMixBackward"}, "the gradient's norm": {"aten::linalg_vector_norm"},
+         "norms, shifts, relu2": {"_NormShift", "_NormShiftBackward", "_Relu2", "_Relu2Backward"},
+         "cross-entropy": {"aten::_softmax", "aten::amax"}, "zeros": {"aten::fill_"}}
+
+
+def profile(step: Callable[[], object], count: int = 4) -> None:
+    """Milliseconds a step, by parts, on the wall; the profiler itself costs some."""
+    with recorder(activities=[ProfilerActivity.CPU]) as found:
+        whole = best(step, count)
+    own = {e.key: e.self_cpu_time_total / count / 1e3 for e in found.key_averages()}
+    for part, keys in PARTS.items():
+        print(f"    {part}: {sum(own.get(key, 0.0) for key in keys):.0f} ms")
+    print(f"    all: {sum(own.values()):.0f} ms; the quickest step {whole * 1e3:.0f} ms")
 
 
 def products(L: int, C: int, V: int, method: str) -> float:

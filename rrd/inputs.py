@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,10 +36,10 @@ _CONVERT = {".csv": "convert it to .jsonl, one JSON object a line", ".gz": "unpa
 
 def look(spec: JobSpec) -> list[str]:
     """Sentences about what is odd but may be meant. Raises BadJob for what could only fail later."""
+    warnings = []
     for key in ("data", "eval_data"):
         if path := getattr(spec, key):
-            check_data(path, key)
-    warnings = []
+            warnings += check_data(path, key)
     if spec.eval_data and os.path.realpath(spec.eval_data) == os.path.realpath(spec.data):
         warnings.append("`eval_data` is the text that it trains on, so its loss says nothing about other text")
     model = _model(spec)
@@ -62,12 +63,20 @@ def kind_of(path: str, key: str = "") -> str:
     return DATA_KINDS[ending]
 
 
-def check_data(path: str, key: str) -> None:
-    """Whether ``path``, which may not be there yet, can be a data file. Raises BadJob."""
+def check_data(path: str, key: str) -> list[str]:
+    """Whether ``path``, which may not be there yet, can be a data file; a warning where it is empty. Raises BadJob."""
     if os.path.isdir(path):
         raise BadJob(f"`{key}` is a directory, and data is one file", file=path, key=key,
                      hint="name one file in it, or put them together: cat *.jsonl > all.jsonl")
     kind_of(path, key)
+    try:
+        found = os.stat(path)
+    except (OSError, ValueError):
+        return []
+    if not stat.S_ISREG(found.st_mode):
+        raise BadJob(f"`{key}` is not a regular file", file=path, key=key,
+                     hint="a pipe can be read only once: write a file")
+    return [f"`{key}` is empty so far: {one_line(path, 200)}"] if found.st_size == 0 else []
 
 
 # ---- the model --------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,8 @@ def box(tmp_path: Path) -> Path:
     headers.lora(tmp_path / "wide", linears={**headers.LINEARS, "self_attn.q_proj": (8, 12)})
     for name in ("a.jsonl", "a.csv", "a.jsonl.gz", "none"):
         (tmp_path / name).write_text("x")
+    (tmp_path / "nothing.txt").touch()
+    os.mkfifo(tmp_path / "pipe.jsonl")
     return tmp_path
 
 
@@ -53,6 +56,7 @@ BAD = [
     ({"data": "a.csv"}, "not .csv", "convert it to .jsonl"),
     ({"data": "a.jsonl.gz"}, "not .gz", "gunzip"),
     ({"data": "none"}, "not nothing", "rename it"),
+    ({"data": "pipe.jsonl"}, "`data` is not a regular file", "write a file"),
     ({"model": "empty"}, "has no safetensors file", "name the directory"),
     ({"model": "unknown"}, "has no config.json that says what it is", "fetch"),
     ({"model": "lora"}, "is an adapter, no model", "`init_adapter`"),
@@ -93,6 +97,7 @@ def test_what_is_right_or_not_there_yet_is_not_refused(box: Path, keys: dict[str
 
 @pytest.mark.parametrize(("keys", "said"), [
     ({"eval_data": "a.jsonl"}, "`eval_data` is the text that it trains on"),
+    ({"data": "nothing.txt"}, "`data` is empty so far"),
     ({"seq_len": 2049}, "`seq_len` is 2049, and the model was made for up to 2048 tokens"),
     ({"model": "gpt2", "lora_targets": ["q_proj"]}, "no linear module 'q_proj', as far as its files tell: it has"),
 ])

@@ -122,7 +122,7 @@ def _fault(model: type[BaseModel], error: Any, line: int) -> Fault:
     if kind == "missing":
         message, hint = f"{named} is missing", f"add a line `{loc[-1]} = …`: {summary(model, loc)}"
     elif kind == "extra_forbidden":
-        message, hint = f"unknown key {named}", _key_meant(model, loc)
+        message, hint = f"unknown key {named}", _key_meant(model, loc, given)
     elif own:
         message, hint = f"{named} {own.message}" if key else own.message, own.hint
     else:
@@ -156,9 +156,13 @@ def _quotes_hint(kind: str, given: object, ctx: Mapping[str, Any]) -> str:
     return "write it in quotes" if kind == "string_type" else ""
 
 
-def _key_meant(model: type[BaseModel], loc: tuple[str | int, ...]) -> str:
-    """What the unknown key at ``loc`` may be: what its table's ``ALIASES`` say, else a known one that looks like it."""
+def _key_meant(model: type[BaseModel], loc: tuple[str | int, ...], given: object) -> str:
+    """What the unknown key at ``loc`` may be: what its table's ``ALIASES`` say, else a known one that looks like it. For
+    a table, keys that begin with its name."""
     at, word = _model_at(model, loc[:-1]), str(loc[-1])
+    flat = [key for key in keys_at(model, loc[:-1]) if key.startswith(f"{word}_")]
+    if isinstance(given, Mapping) and flat:
+        return f"it is no table: write `{flat[0]} = …` and so on, above all tables"
     alias = getattr(at, "ALIASES", {}).get(word.lower().replace("-", "_"))
     return f"did you mean `{alias}`?" if alias else did_you_mean(word, keys_at(model, loc[:-1]))
 

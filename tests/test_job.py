@@ -51,6 +51,8 @@ BAD: list[tuple[str | bytes, int, str, str]] = [
     (GOOD + "seed = 3\n[seed]", 4, "", "`seed` stands twice"),
     (GOOD + "betas = [\n0.9]\nbetas = [\n0.9]\n", 6, "", "a key stands twice"),
     (GOOD + 'lora_rnk = 8', 3, "lora_rnk", "unknown key `lora_rnk` (did you mean `lora_rank`?)"),
+    (GOOD + '[lora]\nrank = 8', 3, "lora",
+     "unknown key `lora` (it is no table: write `lora_rank = …` and so on, above all tables)"),
     (GOOD + 'learning_rate = 1', 3, "learning_rate", "unknown key `learning_rate` (did you mean `lr`?)"),
     (GOOD + 'Base-Model = "/m"', 3, "Base-Model", "did you mean `model`?"),
     (GOOD + 'BATCH-SIZE = 1', 3, "BATCH-SIZE", "did you mean `batch_size`?"),

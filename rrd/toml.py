@@ -157,8 +157,10 @@ def _quotes_hint(kind: str, given: object, ctx: Mapping[str, Any]) -> str:
 
 
 def _key_meant(model: type[BaseModel], loc: tuple[str | int, ...], given: object) -> str:
-    """What the unknown key at ``loc`` may be: what its table's ``ALIASES`` say, else a known one that looks like it. For
-    a table, keys that begin with its name."""
+    """What the unknown key at ``loc`` may be: what its table's ``ALIASES`` say, else a known one that looks like it.
+
+    For a table: keys that begin with its name.
+    """
     at, word = _model_at(model, loc[:-1]), str(loc[-1])
     flat = [key for key in keys_at(model, loc[:-1]) if key.startswith(f"{word}_")]
     if isinstance(given, Mapping) and flat:

@@ -86,9 +86,19 @@ def trouble(e: OSError, path: Path) -> DiskTrouble:
     """The sentence for an operating-system error while writing ``path``."""
     what = _TROUBLE.get(e.errno or 0) or (e.strerror or str(e)).lower()
     hint = "free space or mend the disk; rrd goes on by itself"
-    if e.errno not in _TROUBLE:
+    if e.errno == errno.ENOSPC and _without_inodes(path):
+        what, hint = "the disk has no inodes left", "remove files (`df -i` counts them); rrd goes on by itself"
+    elif e.errno not in _TROUBLE:
         hint = "see to it that rrd's user may write there"
     return DiskTrouble(f"{what}: cannot write {path}", hint=hint)
+
+
+def _without_inodes(path: Path) -> bool:
+    """Whether the filesystem of ``path`` has room for so many files, and not for one more."""
+    with contextlib.suppress(OSError):
+        s = os.statvfs(next(p for p in path.parents if p.is_dir()))
+        return s.f_files > 0 and s.f_favail == 0
+    return False
 
 
 def write_new(path: Path, chunks: Iterable[Bytes], *, size: int = 0, disk: Disk = DISK) -> tuple[int, str]:
@@ -284,10 +294,7 @@ class Log:
     """
 
     def __init__(self, path: Path, length: int, *, disk: Disk = DISK) -> None:
-        """Open or make ``path`` and cut it to ``length`` bytes. Shorter than that, it is kept as it is.
-
-        Raises DiskTrouble.
-        """
+        """Open or make ``path``, cut to ``length`` bytes; what is shorter is kept as it is. Raises DiskTrouble."""
         self.path, self.disk = path, disk
         self._changing = threading.Lock()
         self._new, self._written = bytearray(), 0  # since the last sync, and how much of it is in the file

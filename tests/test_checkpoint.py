@@ -12,6 +12,7 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import damage
 import pytest
@@ -173,6 +174,15 @@ def test_the_sentence_says_what_is_wrong_with_the_disk(job_dir: Path, error: int
     assert e.value.message == f"{sentence}: cannot write {job_dir}/ckpt-000000000020"
 
 
+def test_a_disk_that_holds_too_many_files_is_not_called_full(job_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as m:
+        found = SimpleNamespace(f_files=20480, f_favail=0, f_bavail=1 << 20, f_frsize=4096)
+        m.setattr("os.statvfs", lambda path: found)
+        with pytest.raises(DiskTrouble, match="the disk has no inodes left: cannot write") as e:
+            commit(job_dir, 20, FaultyDisk(2, errno.ENOSPC))
+    assert "`df -i`" in e.value.hint
+
+
 def test_no_attempt_is_made_when_there_is_no_room(job_dir: Path) -> None:
     class SmallDisk(Disk):
         def free(self, path: Path) -> int:
@@ -229,7 +239,7 @@ def test_a_real_disk_that_takes_nothing_costs_only_the_attempt(tmp_path: Path, w
     if why := why_no_loop(tmp_path):
         pytest.skip(why)
     row = apart(lambda: refused_by_a_real_disk(tmp_path / "box", what))
-    assert row.note.startswith("the disk is " + ("full" if what == "no inodes" else "read-only"))
+    assert row.note.startswith("the disk has no inodes left" if what == "no inodes" else "the disk is read-only")
 
 
 def refused_by_a_real_disk(root: Path, what: str) -> Row:

@@ -45,7 +45,7 @@ SHAPES: list[dict[str, Any]] = [
         (50, 25, {"lora_rank": 8}), (10, 4, {"method": "full", "lr": 0.001}), ("5s", 7, {"weight_decay": 0.1}),
         (15, 2, {"lora_dropout": 0.0}), (9, 9, {"grad_accum": 1, "on_nan": "skip"}), ("3s", 6, {"quantize": True}),
         (30, "auto", {"visit_seconds": 0.5, "keep": 1})])]
-INODES = 20_000
+INODES = 80_000
 LAST_SECONDS = 900.0
 """For the jobs that are left when the faults have ended."""
 OK_KINDS = frozenset({"ledger"})

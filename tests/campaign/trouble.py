@@ -24,6 +24,10 @@ def troubled(root: Path) -> Row:
     return apart(lambda: _troubled(root))
 
 
+SAID = {"full": "full", "without inodes": "no inodes left", "read-only": "read-only"}
+"""What the reason must name, for each trouble."""
+
+
 def _troubled(root: Path) -> Row:
     """Each trouble once, on a real ext4, in the life of one job, which comes out as if there had been none."""
     row = Row("a real disk full, without inodes, read-only, under a daemon that trains")
@@ -75,7 +79,7 @@ def _paused(row: Row, b: Box, what: str) -> None:
     row.count(what)
     j = b.wait_state("saves", "paused", 300)
     saved = j.last_checkpoint_step or 0
-    if "no checkpoint can be saved" not in j.why or not j.hint:
+    if "no checkpoint can be saved" not in j.why or SAID[what] not in j.why or not j.hint:
         row.wrong.append(f"{what}: the reason is {j.why!r}")
     if j.step - saved > 2 * 20 + 3:
         row.wrong.append(f"{what}: it trained {j.step - saved} steps beyond its newest checkpoint")

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import re
 import traceback
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from rrd import host_memory
+from rrd import durable, host_memory
 from rrd.errors import DiskTrouble, RrdError, TryLater
 from rrd.messages import Failed, LastWords
 from rrd.ops.cuda.launch import KernelFailed
@@ -18,6 +20,8 @@ from rrd.text import one_line
 from rrd.train import loss
 from rrd.train.step import NotFinite
 
+_OF_A_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
+"""Errors of writing."""
 _CARD_MEMORY = re.compile("CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|CUDA_ERROR_OUT_OF_MEMORY")
 """As it is said where torch's allocator had no part in it."""
 _CPU_MEMORY = re.compile(r"DefaultCPUAllocator|can't allocate memory|not enough memory: you tried to allocate")
@@ -96,6 +100,8 @@ def failure(job: str, e: Exception) -> Failed:
     if _is(e, _NO_KERNELS):
         return Failed(job=job, blame="die", message=f"torch {torch.__version__} has no kernels for this die: "
                       f"{_first_line(e)}", hint="install a torch that was built for it")
+    if isinstance(e, OSError) and e.errno in _OF_A_DISK:  # whoever wrote left it to us
+        e = durable.trouble(e, Path(str(e.filename or "a file")))
     if isinstance(e, TryLater):  # nobody's fault, and it passes
         return Failed(job=job, blame="disk" if isinstance(e, DiskTrouble) else "busy", message=e.message, hint=e.hint)
     if isinstance(e, (NotFinite, RrdError)):

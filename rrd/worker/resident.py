@@ -180,7 +180,10 @@ def load(order: Load, *, device: str, threads: int, job_dir: Path, cache_dir: Pa
 
 
 def _take_lock(job_dir: Path, alive: Alive) -> IO[bytes]:
-    durable.make_dir(job_dir)
+    try:
+        durable.make_dir(job_dir)
+    except OSError as e:
+        raise durable.trouble(e, job_dir) from e
     return durable.lock_when_free(job_dir / "lock", what=f"the job's directory {job_dir}", seconds=LOCK_SECONDS,
                                   alive=lambda: alive("waiting for the job's lock", 0.0))
 

@@ -26,6 +26,7 @@ def troubled(root: Path) -> Row:
 
 SAID = {"full": "full", "without inodes": "no inodes left", "read-only": "read-only"}
 """What the reason must name, for each trouble."""
+SAID_TO_NEW = {"full": "its checkpoints need", "without inodes": "no inodes left"}
 
 
 def _troubled(root: Path) -> Row:
@@ -41,7 +42,7 @@ def _troubled(root: Path) -> Row:
         _through(row, b, "without inodes", _use_inodes, _empty)
         _read_only(row, b, disk)
         b.ask("cancel", job="trains")
-        b.wait_done("saves")
+        b.wait_done("saves", "late-full", "late-inodes")
         if digest_of(b.state / "adapters" / "saves") != wanted:
             row.wrong.append("another adapter")
         b.stop()
@@ -58,10 +59,13 @@ def _straight(root: Path) -> str:
 
 
 def _through(row: Row, b: Box, what: str, begin: Callable[[Box], None], end: Callable[[Box], None]) -> None:
-    """The trouble comes, and goes; the job goes on by itself."""
+    """The trouble comes, and goes; the job goes on by itself. One that comes meanwhile waits, and is then trained."""
     _settled(b)
     begin(b)
     _paused(row, b, what)
+    late = f"late-{what.split()[-1]}"
+    write_job(b.jobs_dir, late, **toy_keys(b.root.parent / "inputs", max_steps=3, seed=3))
+    b.wait_job(late, lambda j: j.state in ("waiting", "paused") and SAID_TO_NEW[what] in j.why and bool(j.hint), 60)
     end(b)
     b.wait_state("saves", "running", 300)
     _settled(b)

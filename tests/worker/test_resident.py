@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 from typing import IO
@@ -37,6 +38,16 @@ def test_a_lock_that_stays_taken_is_given_up(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(resident, "LOCK_SECONDS", 0.1)
     with durable.lock(tmp_path / "lock", what="x"), pytest.raises(TryLater, match="is in use by another process"):
         resident._take_lock(tmp_path, lambda what, share: None)
+
+
+def test_a_directory_that_the_disk_has_no_room_for_is_the_disks_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+                                                                      ) -> None:
+    def no_room(path: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(durable, "make_dir", no_room)
+    with pytest.raises(DiskTrouble, match="the disk is full: cannot write .*/a"):
+        resident._take_lock(tmp_path / "a", lambda what, share: pytest.fail("it waits"))
 
 
 def test_a_lock_that_cannot_be_made_is_not_waited_for(tmp_path: Path) -> None:

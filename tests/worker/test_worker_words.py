@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from typing import Any
 
 import pytest
@@ -55,6 +56,9 @@ def test_a_missing_kernel_is_the_dies_fault_and_no_poison() -> None:
 def test_everybody_gets_their_own_blame(capsys: pytest.CaptureFixture[str]) -> None:
     assert failure("a", BadJob("no", hint="do")).blame == "job"
     assert failure("a", DiskTrouble("full")).blame == "disk"
+    full = failure("a", OSError(errno.ENOSPC, "No space left on device", "/proc/self/x"))
+    assert full.blame == "disk" and full.message == "the disk is full: cannot write /proc/self/x"
+    assert failure("a", OSError(errno.EIO, "Input/output error")).blame == "worker"
     ours = failure("a", KeyError("x\ny"))
     assert ours.blame == "worker" and ours.message == "KeyError: 'x\\ny'"
     assert "KeyError" in capsys.readouterr().err

@@ -177,10 +177,11 @@ class Nursery:
 
 
 def _environment() -> dict[str, str]:
-    """Idle OpenMP threads must sleep: spinning ones would eat into the next die's turn. cuBLAS gives the same bits each
-    time only with a workspace of its own."""
-    return {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0", "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-            "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    """Idle OpenMP threads must soon sleep: spinning ones would eat into the next die's turn. Soon, and not at once:
+    between the operations of a step they wait for less than a millisecond. cuBLAS gives the same bits each time only
+    with a workspace of its own."""
+    return {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "20000", "KMP_BLOCKTIME": "1",
+            "CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
             "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
 
 

@@ -46,7 +46,7 @@ def test_a_directory_that_the_disk_has_no_room_for_is_the_disks_fault(tmp_path: 
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
     monkeypatch.setattr(durable, "make_dir", no_room)
-    with pytest.raises(DiskTrouble, match="the disk is full: cannot write .*/a"):
+    with pytest.raises(DiskTrouble, match=r"the disk is full: cannot write .*/a"):
         resident._take_lock(tmp_path / "a", lambda what, share: pytest.fail("it waits"))
 
 

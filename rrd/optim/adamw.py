@@ -195,16 +195,19 @@ class AdamW:
         return stored
 
 
-_ROW = 4096
-"""Elements whose squares are added up in one go."""
+_ROW, _SHORT = 4096, 1 << 18
+"""Elements whose squares are added up in one go: of a long vector, and of one that is no longer than this."""
 
 
 def _norm(flat: Tensor) -> Tensor:
-    """The L2 norm of ``flat`` [n], a scalar: of rows of 4,096 elements, then of those norms.
+    """The L2 norm of ``flat`` [n], a scalar: where it is long, of rows of 4,096 elements, then of those norms.
 
     In one go, torch on a CPU adds up all squares in fp32 and on one thread: of 191 million elements the norm is 3 % too
-    small.
+    small, of 262,144 it is right to two millionths.
     """
+    if len(flat) <= _SHORT:
+        short: Tensor = torch.linalg.vector_norm(flat)
+        return short
     whole = len(flat) // _ROW * _ROW
     parts = torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=1)
     norm: Tensor = torch.linalg.vector_norm(torch.cat([parts, torch.linalg.vector_norm(flat[whole:]).view(1)]))

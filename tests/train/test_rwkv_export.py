@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from toys import make_data, make_model, make_tokenizer
 
 sys.path.append(str(Path(__file__).parents[1] / "bench"))
-from rwkv_peer import Peer
+from rwkv_peer import Peer, recurrence
 
 from rrd.errors import BadJob, Damaged
 from rrd.job import JobSpec
@@ -124,7 +124,7 @@ class Tree(Peer):
     """Public code's RWKV-7 with real ``nn.Linear``s, under the names of the model's files."""
 
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
-        super().__init__(tensors, 0)
+        super().__init__(tensors, 0, recurrence)
         for name, w in tensors.items():
             if name.startswith("blocks.") and w.dim() == 2 and name.endswith(".weight"):
                 *parents, leaf = name.removesuffix(".weight").split(".")

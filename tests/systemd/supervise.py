@@ -32,8 +32,9 @@ def main(directory: Path) -> None:
             seed(root, plan)
             (directory / "mnt" / "seeded").touch()
             run("sync", "-f", str(directory / "mnt"))
-        while boot(directory, cgroup, root, plan) == REBOOT:
-            pass
+        refused = 0
+        while (code := boot(directory, cgroup, root, plan)) == REBOOT or (code > 0 and refused < 3):
+            refused += code != REBOOT  # now and then nspawn does not start again at once after a reboot
     finally:
         (directory / "nspawn.pid").unlink(missing_ok=True)
         for place in (root, directory / "mnt"):
